@@ -1,0 +1,41 @@
+"""What the scheduler side tells the worker side each step. Travels inside vLLM from the engine to its own workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.control.messages import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's KV to fetch: positions [start, stop), which blocks hold them there and which are to hold them here.
+
+    The same object goes to every rank; each rank takes its own part from the transfer plan.
+    """
+
+    request_id: str
+    load: str
+    capability: str
+    address: tuple[str, int]
+    incarnation: str
+    start: int
+    stop: int
+    source_block_ids: npt.NDArray[np.int64]
+    target_block_ids: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepWork:
+    """Everything new since the last step."""
+
+    jobs: list[LoadJob] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
+    """Peers the workers have not met yet, by incarnation."""
+    cancelled: list[str] = field(default_factory=list)
+    """Requests whose load cannot succeed any more (the peer is silent or the lease is lost)."""
+    released: list[str] = field(default_factory=list)
+    """Requests of this node whose lease ended: report them as sent."""

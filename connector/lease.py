@@ -1,0 +1,176 @@
+"""Leases of a prefill node: which finished request may still be read, by whom, and until when.
+
+Pure bookkeeping with an explicit clock: no thread, no socket, no vLLM. A lease pins one request's blocks. It is granted
+when the prefill finishes and ends exactly once, for one of the causes in `LeaseEnd`. From that moment every question
+about it is answered "expired", so a late reader can never take reused blocks for valid ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from connector.errors import LeaseExpired, LeaseUnknown, PromptMismatch
+
+MAX_ENDED = 4096
+
+
+class LeaseEnd(enum.Enum):
+    """Why a lease ended."""
+
+    DONE = "done"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class _Load:
+    """One decode node's load under a lease. Finished when all its readers are done or when it is released."""
+
+    readers_done: set[int] = field(default_factory=set)
+    num_readers: int = 0
+    released: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.released or 0 < self.num_readers == len(self.readers_done)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a lease lets a decode node read: the KV of the first `num_tokens` positions of one request."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[npt.NDArray[np.int64], ...]
+    digest: Callable[[int], bytes]
+    """Digest of the first n tokens of the prompt (`connector.prompt.digest`)."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    offer: Offer
+    deadline: float
+    loads: dict[str, _Load] = field(default_factory=dict)
+    end: LeaseEnd | None = None
+
+
+class LeaseTable:
+    """All leases of one node. Not thread-safe: the owner holds a lock around every call.
+
+    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability this node never
+    granted (or has forgotten), `LeaseExpired` for one that has ended, `PromptMismatch` when the reader's prompt differs.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._live: dict[str, _Lease] = {}
+        self._ended: OrderedDict[str, _Lease] = OrderedDict()
+        self._unreported: list[tuple[str, LeaseEnd]] = []
+
+    def grant(self, offer: Offer, now: float) -> str:
+        """Pin a request and return its capability: 128 random bits as 32 hexadecimal digits."""
+        capability = secrets.token_hex(16)
+        self._live[capability] = _Lease(offer, now + self.lease_s)
+        return capability
+
+    def open(self, capability: str, load: str, num_tokens: int, prompt_digest: bytes, now: float) -> Offer:
+        """Admit a load of the first `num_tokens` positions by a reader whose prompt digest must match."""
+        lease = self._get(capability, now)
+        offer = lease.offer
+        if num_tokens > offer.num_tokens:
+            raise PromptMismatch("num_tokens", ours=str(offer.num_tokens), theirs=str(num_tokens))
+        if prompt_digest != offer.digest(num_tokens):
+            raise PromptMismatch("prompt_digest", ours="another prompt", theirs=prompt_digest.hex())
+        lease.loads.setdefault(load, _Load())
+        lease.deadline = now + self.lease_s
+        return offer
+
+    def renew(self, capability: str, load: str, now: float) -> None:
+        """Extend the lease for a load that was opened."""
+        lease = self._get(capability, now)
+        self._load(lease, load)
+        lease.deadline = now + self.lease_s
+
+    def done(self, capability: str, load: str, reader: int, num_readers: int, now: float) -> None:
+        """Confirm that a reader's bytes arrived while the lease held.
+
+        Repeating a confirmed reader is accepted after the end too: the answer may have been lost on its way.
+        """
+        ended = self._ended.get(capability)
+        if ended and load in ended.loads and reader in ended.loads[load].readers_done:
+            return
+        lease = self._get(capability, now)
+        state = self._load(lease, load)
+        state.num_readers = num_readers
+        state.readers_done.add(reader)
+        self._end_if_finished(capability, LeaseEnd.DONE)
+
+    def release(self, capability: str, load: str, now: float) -> None:
+        """The load will not read (any more). Releasing twice, or after the end, changes nothing."""
+        if capability in self._ended:
+            return
+        lease = self._get(capability, now)
+        lease.loads.setdefault(load, _Load()).released = True
+        self._end_if_finished(capability, LeaseEnd.RELEASED)
+
+    def expire(self, now: float) -> None:
+        """End every lease whose time is over."""
+        for capability in [key for key, lease in self._live.items() if lease.deadline <= now]:
+            self._finish(capability, LeaseEnd.EXPIRED)
+
+    def close(self) -> None:
+        """End every lease: the node stops."""
+        for capability in list(self._live):
+            self._finish(capability, LeaseEnd.CLOSED)
+
+    def drain_ended(self) -> list[tuple[str, LeaseEnd]]:
+        """Requests whose lease ended since the last call, each exactly once."""
+        ended, self._unreported = self._unreported, []
+        return ended
+
+    @property
+    def num_open(self) -> int:
+        return len(self._live)
+
+    def check_integrity(self) -> None:
+        """Every lease is live or ended, never both; no live lease has only finished loads."""
+        assert not self._live.keys() & self._ended.keys()
+        for lease in self._live.values():
+            assert lease.end is None
+            assert not lease.loads or not all(load.finished for load in lease.loads.values())
+        assert all(lease.end is not None for lease in self._ended.values())
+
+    def _get(self, capability: str, now: float) -> _Lease:
+        lease = self._live.get(capability)
+        if lease is not None and lease.deadline <= now:
+            self._finish(capability, LeaseEnd.EXPIRED)
+            lease = None
+        if lease is None:
+            ended = self._ended.get(capability)
+            raise LeaseUnknown() if ended is None else LeaseExpired(str(ended.end and ended.end.value))
+        return lease
+
+    def _load(self, lease: _Lease, load: str) -> _Load:
+        if load not in lease.loads:
+            raise LeaseUnknown()
+        return lease.loads[load]
+
+    def _end_if_finished(self, capability: str, end: LeaseEnd) -> None:
+        if all(load.finished for load in self._live[capability].loads.values()):
+            self._finish(capability, end)
+
+    def _finish(self, capability: str, end: LeaseEnd) -> None:
+        lease = self._live.pop(capability)
+        lease.end = end
+        self._ended[capability] = lease
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        self._unreported.append((lease.offer.request_id, end))

@@ -1,0 +1,79 @@
+"""The `kv_transfer_params` that travel through clients and proxies: a capability and where to present it.
+
+No block id and no address is in them, so a client that edits them can at worst lose its own transfer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from connector.errors import BadParams
+
+_HEX_ID = re.compile(r"[0-9a-f]{32}")
+_HOST = re.compile(r"[A-Za-z0-9.:_-]{1,255}")
+MAX_TOKENS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """What a prefill node returns for one request and a decode node receives with it."""
+
+    capability: str
+    host: str
+    port: int
+    incarnation: str
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _check("capability", self.capability, bool(_HEX_ID.fullmatch(self.capability)), "32 hex digits")
+        _check("incarnation", self.incarnation, bool(_HEX_ID.fullmatch(self.incarnation)), "32 hex digits")
+        _check("host", self.host, bool(_HOST.fullmatch(self.host)), "a host name or address")
+        _check("port", self.port, 0 < self.port < 65536, "1..65535")
+        _check("num_tokens", self.num_tokens, 0 < self.num_tokens < MAX_TOKENS, f"1..{MAX_TOKENS - 1}")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form in an HTTP response. `do_remote_prefill` is vLLM's own mark: it makes vLLM's front end call the
+        connector when it rejects the request, so that the lease is released."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "capability": self.capability,
+            "host": self.host,
+            "port": self.port,
+            "incarnation": self.incarnation,
+            "num_tokens": self.num_tokens,
+        }
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any]) -> TransferParams:
+        """Read params that may come from anybody. Raises `BadParams` naming the first wrong field."""
+        fields = {"capability": str, "host": str, "port": int, "incarnation": str, "num_tokens": int}
+        for name, kind in fields.items():
+            value = params.get(name)
+            _check(name, value, isinstance(value, kind) and not isinstance(value, bool), f"a {kind.__name__}")
+        return cls(**{name: params[name] for name in fields})
+
+
+def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
+    """The request is to be prefilled here and decoded elsewhere."""
+    return bool(params) and params.get("do_remote_decode") is True  # type: ignore[union-attr]
+
+
+def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
+    """The request was prefilled elsewhere: its params name a lease."""
+    return bool(params) and params.get("do_remote_prefill") is True  # type: ignore[union-attr]
+
+
+def _check(name: str, value: object, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise BadParams(
+            f"kv_transfer_params.{name} is {str(value)[:80]!r}; allowed: {allowed}. "
+            "Pass the params of the prefill node's response on unchanged."
+        )

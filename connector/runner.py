@@ -1,0 +1,259 @@
+"""The I/O thread of one decode rank: carries out load jobs, from the transfer plan to the confirmed read.
+
+It owns the transport. The model thread hands over commands and collects results; it never waits. A load ends exactly
+once: confirmed by the prefill node, or failed with a cause. It ends only when no remote operation can touch its
+blocks any more, because its blocks are free for others from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+
+from connector.jobs import LoadJob
+from connector.stats import Counters
+from layouts import ConfigError, Placement, TransferPlan, plan_transfer, plan_volume
+from transport.base import Peer, Transfer, Transport, TransferState
+from transport.control import messages as wire
+from transport.control.client import ControlClient
+from transport.errors import PeerSilent, ProtocolError, TransferFailed
+from transport.regions import Region
+from transport.segments import Segments, lower_route
+
+log = logging.getLogger(__name__)
+
+MIN_POLL_S, MAX_POLL_S = 50e-6, 2e-3
+DONE_TIMEOUT_S, DONE_ATTEMPTS = 2.0, 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    request_id: str
+    succeeded: bool
+
+
+@dataclass(slots=True)
+class _Source:
+    """One prefill engine incarnation: what it told of itself, and the ranks attached so far."""
+
+    ranks: dict[int, wire.RankInfo]
+    placement: Placement
+    peers: dict[int, Peer] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: wire.Manifest) -> _Source:
+        return cls({info.rank: info for info in manifest.ranks}, manifest.placement.to_placement())
+
+    def regions(self, rank: int) -> dict[int, Region]:
+        return {info.layer: info.to_region() for info in self.rank_info(rank).regions}
+
+    def rank_info(self, rank: int) -> wire.RankInfo:
+        if rank not in self.ranks:
+            raise TransferFailed(f"the prefill node told nothing of its rank {rank}, only of {sorted(self.ranks)}")
+        return self.ranks[rank]
+
+
+@dataclass(slots=True)
+class _Active:
+    """A load under way: reading first, then waiting for the prefill node's confirmation."""
+
+    job: LoadJob
+    num_readers: int
+    transfers: list[Transfer]
+    deadline: float
+    confirmation: Future[wire.Reply] | None = None
+    attempts: int = 0
+
+
+class LoadRunner:
+    """Runs the loads of one rank. `submit`, `cancel`, `meet` and `take_finished` may be called from another thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        regions: Mapping[int, Region],
+        transport: Transport,
+        client: ControlClient,
+        read_timeout_s: float,
+        counters: Counters,
+    ) -> None:
+        self._rank, self._placement, self._regions = rank, placement, regions
+        self._transport, self._client = transport, client
+        self._read_timeout_s, self._counters = read_timeout_s, counters
+        self._commands: queue.SimpleQueue[LoadJob | wire.Manifest | str | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._sources: dict[str, _Source] = {}
+        self._active: dict[str, _Active] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._client.start()
+            self._thread = threading.Thread(target=self._run, name=f"kvweave-io-{self._rank}", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End every load (as failed), then the thread."""
+        if self._thread is not None:
+            self._commands.put(None)
+            self._thread.join()
+            self._thread = None
+            self._client.close()
+
+    def meet(self, manifest: wire.Manifest) -> None:
+        self._commands.put(manifest)
+
+    def submit(self, job: LoadJob) -> None:
+        self._commands.put(job)
+
+    def cancel(self, request_id: str) -> None:
+        """End this load early if it is still under way. Its result is reported as for any other."""
+        self._commands.put(request_id)
+
+    def take_finished(self) -> list[LoadResult]:
+        """Loads that ended since the last call, each exactly once."""
+        results = []
+        while not self._finished.empty():
+            results.append(self._finished.get())
+        return results
+
+    def _run(self) -> None:
+        pause_s = MIN_POLL_S
+        while True:
+            try:
+                command = self._commands.get(timeout=pause_s if self._active else None)
+            except queue.Empty:
+                pause_s = min(2 * pause_s, MAX_POLL_S)
+            else:
+                pause_s = MIN_POLL_S
+                if command is None:
+                    break
+                self._obey(command)
+            for active in list(self._active.values()):
+                self._guarded(active.job, self._advance, active)
+        for active in list(self._active.values()):
+            self._fail(active.job, "closed", "this node stops")
+
+    def _obey(self, command: LoadJob | wire.Manifest | str) -> None:
+        match command:
+            case LoadJob():
+                self._guarded(command, self._begin, command)
+            case wire.Manifest():
+                self._sources.setdefault(command.incarnation, _Source.of(command))
+            case str() if command in self._active:
+                self._fail(self._active[command].job, "cancelled", "aborted, or the lease was lost")
+
+    def _guarded(self, job: LoadJob, step: Callable[..., None], *args: object) -> None:
+        """The thread's one net: whatever goes wrong ends this load and no other."""
+        try:
+            step(*args)
+        except TransferFailed as error:
+            self._fail(job, "transfer", str(error))
+        except ConfigError as error:
+            self._fail(job, "incompatible", str(error))
+        except Exception as error:
+            log.exception("load failed in an unexpected way request=%s rank=%d", job.request_id, self._rank)
+            self._fail(job, "internal", repr(error))
+
+    def _begin(self, job: LoadJob) -> None:
+        """Plan, lower and post the reads of this rank's part."""
+        source = self._sources[job.incarnation]
+        plan = plan_transfer(source.placement, self._placement, job.start, job.stop)
+        listed = source.placement.interleave.num_virtual_blocks(job.stop)
+        if len(job.source_block_ids) < listed:
+            raise TransferFailed(
+                f"the prefill node lists {len(job.source_block_ids)} blocks for {job.stop} tokens, {listed} are needed"
+            )
+        active = _Active(job, len(plan.readers), [], time.monotonic() + self._read_timeout_s)
+        self._active[job.request_id] = active
+        num_bytes = num_segments = 0
+        for source_rank, segments in self._segments_by_source(job, source, plan).items():
+            if source_rank not in source.peers:
+                source.peers[source_rank] = self._transport.attach(source.rank_info(source_rank).endpoint)
+            active.transfers.append(self._transport.read(source.peers[source_rank], segments))
+            num_bytes += segments.num_bytes
+            num_segments += len(segments)
+        self._count(plan, num_bytes, num_segments)
+        self._advance(active)
+
+    def _segments_by_source(self, job: LoadJob, source: _Source, plan: TransferPlan) -> dict[int, Segments]:
+        by_source: dict[int, list[Segments]] = {}
+        for route in plan.routes_to(self._rank):
+            regions = source.regions(route.source_rank)
+            segments = lower_route(route, regions, job.source_block_ids, self._regions, job.target_block_ids)
+            by_source.setdefault(route.source_rank, []).append(segments)
+        return {rank: Segments.concatenate(parts) for rank, parts in by_source.items()}
+
+    def _count(self, plan: TransferPlan, num_bytes: int, num_segments: int) -> None:
+        """This rank's share of the counters; the payload comes from the plan, the bytes moved from the segments."""
+        volume = plan_volume(plan).ranks[self._rank]
+        token_bytes = next(iter(self._regions.values())).token_bytes
+        self._counters.add("bytes_moved", num_bytes)
+        self._counters.add("bytes_payload", volume.num_entries * token_bytes)
+        self._counters.add("segments", num_segments)
+        self._counters.add("blocks_listed", volume.num_listed_blocks)
+        self._counters.add("blocks_real", volume.num_real_blocks)
+        self._counters.add("blocks_empty", volume.num_empty_blocks)
+
+    def _advance(self, active: _Active) -> None:
+        """One look at a load; ends it when there is nothing left to wait for."""
+        if active.confirmation is not None:
+            self._look_at_confirmation(active)
+        elif all(transfer.poll() is TransferState.DONE for transfer in active.transfers):
+            self._confirm(active)
+        elif failed := [t for t in active.transfers if t.poll() is TransferState.FAILED]:
+            raise TransferFailed(failed[0].cause)
+        elif time.monotonic() > active.deadline:
+            raise TransferFailed(f"reads did not end in {self._read_timeout_s:g} s")
+
+    def _confirm(self, active: _Active) -> None:
+        """The bytes are here. They count only if the lease still held, which the prefill node has to say."""
+        if not active.transfers:
+            self._end(active.job, succeeded=True)
+            return
+        job = active.job
+        message = wire.Done(
+            capability=job.capability, load=job.load, reader=self._rank, num_readers=active.num_readers
+        )
+        active.attempts += 1
+        active.confirmation = self._client.request(job.address, message, DONE_TIMEOUT_S)
+
+    def _look_at_confirmation(self, active: _Active) -> None:
+        assert active.confirmation is not None
+        if not active.confirmation.done():
+            return
+        try:
+            reply = active.confirmation.result(timeout=0)
+        except (PeerSilent, ProtocolError) as error:
+            if active.attempts < DONE_ATTEMPTS:
+                self._confirm(active)
+            else:
+                self._fail(active.job, "silent", str(error))
+            return
+        if isinstance(reply, wire.Ok):
+            self._end(active.job, succeeded=True)
+        else:
+            self._fail(active.job, getattr(reply, "cause", "malformed"), "the lease ended before the reads did")
+
+    def _fail(self, job: LoadJob, cause: str, detail: str) -> None:
+        self._counters.add("read_failures", cause=cause)
+        log.warning(
+            "load failed request=%s peer=%s:%d rank=%d cause=%s detail=%s",
+            *(job.request_id, *job.address, self._rank, cause, detail),
+        )
+        self._end(job, succeeded=False)
+
+    def _end(self, job: LoadJob, *, succeeded: bool) -> None:
+        active = self._active.pop(job.request_id, None)
+        for transfer in active.transfers if active else ():
+            transfer.close()
+        self._finished.put(LoadResult(job.request_id, succeeded))
+
+

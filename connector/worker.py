@@ -1,0 +1,71 @@
+"""The worker side of one rank: registers its cache, runs its loads, reports what ended. Does not import vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from connector.jobs import StepWork
+from connector.runner import LoadRunner
+from connector.stats import Counters
+from layouts import Placement
+from transport.base import Transport
+from transport.control.client import ControlClient
+from transport.control.messages import RankInfo, RegionInfo
+from transport.regions import Memory, Region
+
+
+class Worker:
+    """One rank's memory and transport. A rank of a prefill node only serves; one of a decode node also reads."""
+
+    def __init__(self, rank: int, placement: Placement, transport: Transport, counters: Counters) -> None:
+        self.rank, self.placement, self.counters = rank, placement, counters
+        self._transport = transport
+        self._runner: LoadRunner | None = None
+        self._sent: set[str] = set()
+
+    def register(self, regions: Mapping[int, Region], memory: Iterable[Memory]) -> RankInfo:
+        """Make the cache readable by peers; returns what they need to read it."""
+        self._transport.start()
+        self._transport.register(list(memory))
+        infos = [RegionInfo.from_region(region) for region in regions.values()]
+        return RankInfo(rank=self.rank, endpoint=self._transport.endpoint(), regions=infos)
+
+    def start_reading(self, regions: Mapping[int, Region], read_timeout_s: float) -> None:
+        """Hand the transport to an I/O thread that runs this rank's loads."""
+        self._runner = LoadRunner(
+            *(self.rank, self.placement, regions, self._transport, ControlClient(), read_timeout_s, self.counters)
+        )
+        self._runner.start()
+
+    def begin(self, work: StepWork) -> None:
+        """Take over what the scheduler side sent with this step."""
+        self._sent.update(work.released)
+        if self._runner is not None:
+            for manifest in work.manifests:
+                self._runner.meet(manifest)
+            for job in work.jobs:
+                self._runner.submit(job)
+            for request_id in work.cancelled:
+                self._runner.cancel(request_id)
+
+    def take_results(self, finished_request_ids: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
+        """(sent, received, failed among the received) since the last call, each request exactly once.
+
+        `finished_request_ids` are requests vLLM is done with: an aborted load is cut short here.
+        """
+        sent, self._sent = self._sent, set()
+        if self._runner is None:
+            return sent, set(), set()
+        for request_id in finished_request_ids:
+            self._runner.cancel(request_id)
+        results = self._runner.take_finished()
+        return (
+            sent,
+            {result.request_id for result in results},
+            {result.request_id for result in results if not result.succeeded},
+        )
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._transport.close()

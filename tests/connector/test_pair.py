@@ -1,0 +1,277 @@
+"""A prefill and a decode node of different layouts, without vLLM: every byte arrives, every block comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from connector.prompt import digest
+from layouts import ParallelLayout
+from tests.connector.engines import (
+    CONTENT_BYTES,
+    Node,
+    content,
+    decode_node,
+    offer,
+    prefill_node,
+    wait_for,
+)
+
+LAYERS = {"num_layers": 3}
+PAIRS = {
+    "TP1 -> TP2 DCP2": (
+        ParallelLayout(num_kv_heads=1, block_tokens=4, **LAYERS),
+        ParallelLayout(tp=2, dcp=2, num_kv_heads=1, interleave_tokens=4, block_tokens=4, **LAYERS),
+    ),
+    "TP2 DCP2 I=1 -> TP1": (
+        ParallelLayout(tp=2, dcp=2, num_kv_heads=1, interleave_tokens=1, block_tokens=4, **LAYERS),
+        ParallelLayout(num_kv_heads=1, block_tokens=8, **LAYERS),
+    ),
+    "PCP2 DCP2 -> TP2, two heads": (
+        ParallelLayout(pcp=2, dcp=2, num_kv_heads=2, interleave_tokens=2, block_tokens=8, **LAYERS),
+        ParallelLayout(tp=2, num_kv_heads=2, block_tokens=4, **LAYERS),
+    ),
+    "PCP2 -> TP4 DCP2 PP1": (
+        ParallelLayout(pcp=2, num_kv_heads=2, block_tokens=4, **LAYERS),
+        ParallelLayout(tp=4, dcp=2, num_kv_heads=2, interleave_tokens=3, block_tokens=6, **LAYERS),
+    ),
+    "MLA TP2 DCP2 -> PP3 TP2": (
+        ParallelLayout(tp=2, dcp=2, mla=True, interleave_tokens=4, block_tokens=4, **LAYERS),
+        ParallelLayout(tp=2, pp=3, mla=True, block_tokens=16, **LAYERS),
+    ),
+}
+TWO_PLAIN = (
+    ParallelLayout(num_kv_heads=2, block_tokens=4, **LAYERS),
+    ParallelLayout(num_kv_heads=2, block_tokens=8, **LAYERS),
+)
+
+
+@pytest.fixture
+def nodes() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(nodes: ExitStack, pair: tuple[ParallelLayout, ParallelLayout], transport: str, **p: Any) -> tuple[Node, Node]:
+    source, target = prefill_node(pair[0], transport, **p), decode_node(pair[1], transport)
+    nodes.callback(source.close)
+    nodes.callback(target.close)
+    return source, target
+
+
+def arrive(node: Node, request_id: str, params: dict[str, Any], tokens: list[int]) -> None:
+    assert node.consumer is not None
+    node.consumer.on_new_request(request_id, params, len(tokens), lambda n: digest(tokens, n))
+
+
+def matched(node: Node, request_id: str, already: int = 0) -> int:
+    """Tokens offered, once the prefill node has answered."""
+    consumer = node.consumer
+    assert consumer is not None
+    answers: list[tuple[int | None, bool]] = []
+    wait_for(lambda: answers.append(consumer.get_num_new_matched_tokens(request_id, already)) or answers[-1][0] is not None)
+    count, is_async = answers[-1]
+    assert count is not None and is_async is (count > 0)
+    return count
+
+
+def load(source: Node, target: Node, request_id: str, params: dict[str, Any], tokens: list[int], **kw: Any) -> bool:
+    """Arrive, allocate, load; True when the load succeeded."""
+    blocks, already = kw["blocks"], kw.get("already", 0)
+    arrive(target, request_id, params, tokens)
+    count = matched(target, request_id, already)
+    assert target.consumer is not None
+    target.consumer.update_state_after_alloc(request_id, [blocks], count)
+    wait_for(lambda: request_id in target.received, source, target)
+    return target.received[request_id]
+
+
+@pytest.mark.parametrize("transport", ["memory", "nixl"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_every_byte_arrives_and_every_block_comes_back(
+    nodes: ExitStack, pair: tuple[ParallelLayout, ParallelLayout], transport: str
+) -> None:
+    source, target = start(nodes, pair, transport)
+    virtual = target.layout.interleave.virtual_block_tokens
+    expected_bytes = 0
+    for number, n in enumerate([2, 5, virtual, virtual + 1, 3 * virtual + 5]):
+        tokens = list(range(n))
+        kv = content(number, n, source.layout)
+        held = list(range(60, 60 - source.layout.interleave.num_virtual_blocks(n), -1))
+        blocks = list(range(1, 1 + target.layout.interleave.num_virtual_blocks(n)))
+        source.caches.write(held, kv)
+        already = virtual if n > 2 * virtual else 0
+        params = offer(source, f"p{n}", held, tokens)
+        assert load(source, target, f"d{n}", params, tokens, blocks=blocks, already=already)
+        assert target.caches.holds(blocks, kv, already, n - 1)
+        wait_for(lambda: f"p{n}" in source.sent, source, timeout_s=1)  # noqa: B023
+        for cache in (cache for rank in target.caches.ranks for cache in rank.values()):
+            cache.zero_()
+        expected_bytes += sum(
+            CONTENT_BYTES * heads.size * layers.size
+            * (target.layout.interleave.num_local_tokens(n - 1, shard) - target.layout.interleave.num_local_tokens(already, shard))
+            for shard, heads, layers in ((h.shard, h.heads, h.layers) for h in target.layout.placement.holdings)
+        )
+    sums = target.counters.take()
+    assert sums["bytes_moved"] == sums["bytes_payload"] == expected_bytes
+    assert sums["loads|loaded|"] == 5
+    assert source.producer is not None and source.producer.num_open_leases == 0
+    assert target.consumer is not None and target.consumer.num_loads == 0
+
+
+def test_only_the_claimed_positions_are_written(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(21))
+    source.caches.write(list(range(6)), content(0, 21, source.layout))
+    assert load(source, target, "d", offer(source, "p", range(6), tokens), tokens, blocks=[3, 1, 2], already=8)
+    assert target.caches.num_written_bytes() == (20 - 8) * 2 * 3 * CONTENT_BYTES
+
+
+def test_full_local_hit_and_one_token_prompts_release_at_once(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(17))
+    arrive(target, "d", offer(source, "p", range(5), tokens), tokens)
+    assert matched(target, "d", 16) == 0
+    target.consumer.update_state_after_alloc("d", [[0, 1, 2]], 0)
+    arrive(target, "d1", offer(source, "p1", [0], [5]), [5])
+    wait_for(lambda: sorted(source.sent) == ["p", "p1"], source, target, timeout_s=1)
+    assert target.counters.take()["loads|local_hit|"] == 2
+
+
+def test_abort_before_during_and_after_the_load(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    for moment in ("opening", "ready", "loading"):
+        arrive(target, moment, offer(source, f"p-{moment}", range(3), tokens), tokens)
+        if moment != "opening":
+            count = matched(target, moment)
+        if moment == "loading":
+            target.consumer.update_state_after_alloc(moment, [[0, 1]], count)
+        target.consumer.request_finished(moment)
+        target.step(aborted=[moment])
+        wait_for(lambda: f"p-{moment}" in source.sent, source, target, timeout_s=2)  # noqa: B023
+    wait_for(lambda: "loading" in target.received, target)
+    assert target.consumer.num_loads == 0
+    assert target.counters.take()["loads|aborted|"] == 3
+
+
+def test_lease_that_ends_during_the_load_fails_it(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    count = matched(target, "d")
+    source.producer._leases.expire(time.monotonic() + 1e6)
+    target.consumer.update_state_after_alloc("d", [[0, 1]], count)
+    wait_for(lambda: "d" in target.received, source, target)
+    assert target.received["d"] is False
+    sums = target.counters.take()
+    assert sums["loads|failed|"] == 1 and sums["read_failures|expired"] == 1
+    assert matched(target, "d") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"capability": "0" * 32}, "unknown"),
+        ({"capability": "x"}, "malformed"),
+        ({"capability": 7}, "malformed"),
+        ({"port": 10**30}, "malformed"),
+        ({"port": True}, "malformed"),
+        ({"host": "a b"}, "malformed"),
+        ({"num_tokens": 0}, "malformed"),
+        ({"num_tokens": 10**30}, "malformed"),
+        ({"num_tokens": 5}, ""),
+        ({"num_tokens": 9}, ""),
+        ({"incarnation": "f" * 32}, "unknown"),
+    ],
+)
+def test_forged_params_never_read(nodes: ExitStack, change: dict[str, Any], cause: str) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens) | change, tokens)
+    count = matched(target, "d")
+    assert count == (0 if cause else min(change["num_tokens"], 8))
+    if cause:
+        assert target.counters.take() == {f"loads|local_prefill|{cause}": 1}
+
+
+def test_another_prompt_cannot_use_the_capability(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    params = offer(source, "p", range(3), list(range(9)))
+    arrive(target, "d", params, [*range(8), 100, 101])
+    assert matched(target, "d") == 8, "the first eight tokens are those of the lease"
+    arrive(target, "e", params, [100, *range(1, 9)])
+    assert matched(target, "e") == 0
+    assert target.counters.take() == {"loads|local_prefill|incompatible": 1}
+
+
+def test_used_capability_is_expired(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    params = offer(source, "p", range(3), tokens)
+    assert load(source, target, "d", params, tokens, blocks=[0, 1])
+    arrive(target, "again", params, tokens)
+    assert matched(target, "again") == 0
+    assert target.counters.take()["loads|local_prefill|expired"] == 1
+
+
+def test_a_peer_with_another_cache_is_refused_by_name(nodes: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    source = prefill_node(TWO_PLAIN[0], "memory")
+    nodes.callback(source.close)
+    tokens = list(range(9))
+    for field, value in [("model", "other"), ("dtype", "bf16"), ("head_bytes", 48), ("num_layers", 4), ("page", "amx")]:
+        target = decode_node(TWO_PLAIN[1], "memory", **{field: value})
+        nodes.callback(target.close)
+        caplog.clear()
+        for attempt in "ab":
+            arrive(target, attempt, offer(source, f"p-{field}-{attempt}", range(3), tokens), tokens)
+            assert matched(target, attempt) == 0
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == 1 and f"{field}: there " in warnings[0] and str(value) in warnings[0]
+        wait_for(lambda: source.producer.num_open_leases == 0, source)
+
+
+def test_a_silent_peer_costs_its_timeout_and_nothing_else(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    target.consumer._open_timeout_s = 0.3
+    tokens = list(range(9))
+    params = offer(source, "p", range(3), tokens)
+    arrive(target, "dead", params | {"port": 9}, tokens)
+    assert load(source, target, "alive", params, tokens, blocks=[0, 1])
+    assert matched(target, "dead") == 0
+    assert target.counters.take()["loads|local_prefill|silent"] == 1
+
+
+def test_lease_of_a_vanished_decode_node_ends_by_itself(nodes: ExitStack) -> None:
+    source = prefill_node(TWO_PLAIN[0], "memory", lease_s=0.2)
+    nodes.callback(source.close)
+    offer(source, "p", range(3), list(range(9)))
+    wait_for(lambda: source.sent == ["p"], source, timeout_s=2)
+    assert source.counters.take()["leases_ended|expired"] == 1
+
+
+def test_renewals_keep_a_waiting_load_alive(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory", lease_s=0.6)
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    count = matched(target, "d")
+    time.sleep(1.5)
+    source.step()
+    assert source.producer.num_open_leases == 1
+    target.consumer.update_state_after_alloc("d", [[0, 1]], count)
+    wait_for(lambda: target.received.get("d") is True, source, target)
+
+
+def test_prefill_node_that_dies_before_the_load_costs_a_local_prefill(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    count = matched(target, "d")
+    source.close()
+    target.consumer.update_state_after_alloc("d", [[0, 1]], count)
+    wait_for(lambda: "d" in target.received, target)
+    assert target.received["d"] is False
