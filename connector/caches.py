@@ -55,7 +55,7 @@ def rank_cache(
 
 
 def page_format(vllm_config: VllmConfig) -> str:
-    """"plain" when a page is token-sliceable, else the name of the opaque format (stock CPU pages transpose K)."""
+    """ "plain" when a page is token-sliceable, else the name of the opaque format (stock CPU pages transpose K)."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 

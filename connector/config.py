@@ -43,7 +43,7 @@ class WeaveConfig:
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> WeaveConfig:
         """Raises ConfigError for an unknown key, a wrong type or a value out of range."""
-        kinds = {field.name: type(field.default) for field in fields(cls)}
+        kinds: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
         for key, value in extra.items():
             _check(key, value, key in kinds, f"the keys {', '.join(kinds)}")
             kind = kinds[key]
@@ -88,7 +88,12 @@ def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parall
 
 
 def cache_format_of(
-    vllm_config: VllmConfig, layout: ParallelLayout, config: WeaveConfig, kv_dtype: str, head_bytes: int, page: str
+    vllm_config: VllmConfig,
+    layout: ParallelLayout,
+    config: WeaveConfig,
+    kv_dtype: str,
+    head_bytes: int,
+    page: str,
 ) -> CacheFormat:
     """What a peer's cache must equal for its bytes to mean the same here."""
     model = vllm_config.model_config

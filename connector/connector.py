@@ -33,7 +33,7 @@ from connector.prompt import digest_of
 from connector.stats import Counters
 from connector.worker import Worker
 from layouts import ConfigError, ParallelLayout
-from transport.base import create_transport
+from transport import create_transport
 from transport.control.client import ControlClient
 from transport.control.messages import CacheFormat, Manifest, PlacementInfo, RankInfo
 
@@ -83,9 +83,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.is_kv_producer:
-            self._producer = Producer(
-                self._config.host, self._config.port, self._config.lease_s, self._counters
-            )
+            self._producer = Producer(self._config.host, self._config.port, self._config.lease_s, self._counters)
 
     # Both sides
 
@@ -181,9 +179,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             ordered = [ranks[rank] for rank in sorted(ranks)]
             self._producer.start(Manifest(self._producer.incarnation, cache, placement, ordered))
         if self._kv_transfer_config.is_kv_consumer:
-            self._consumer = Consumer(
-                ControlClient(), cache, placement, self._config.open_timeout_s, self._counters
-            )
+            self._consumer = Consumer(ControlClient(), cache, placement, self._config.open_timeout_s, self._counters)
             self._consumer.start()
 
     def on_new_request(self, request: Request) -> None:
@@ -202,9 +198,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self._consumer is not None:
-            self._consumer.update_state_after_alloc(
-                request.request_id, blocks.get_block_ids(), num_external_tokens
-            )
+            self._consumer.update_state_after_alloc(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> WeaveMetadata:
         work = self._consumer.take_work() if self._consumer is not None else StepWork()
@@ -250,7 +244,7 @@ def _rank_of_this_worker(layout: ParallelLayout) -> int:
     from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     pp, pcp, tp = (group.rank_in_group for group in (get_pp_group(), get_pcp_group(), get_tp_group()))
-    return (pp * layout.pcp + pcp) * layout.tp + tp
+    return int((pp * layout.pcp + pcp) * layout.tp + tp)
 
 
 def _gather_over_pcp(ranks: dict[int, RankInfo]) -> dict[int, RankInfo]:
@@ -261,4 +255,3 @@ def _gather_over_pcp(ranks: dict[int, RankInfo]) -> dict[int, RankInfo]:
     gathered: list[dict[int, RankInfo]] = [{} for _ in range(group.world_size)]
     torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
     return {rank: info for part in gathered for rank, info in part.items()}
-

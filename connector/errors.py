@@ -1,4 +1,4 @@
-"""Why a node refuses to serve, or cannot finish, a transfer. Each cause becomes a `Refused` frame or a counted outcome."""
+"""Why a node refuses to serve a transfer. Each cause becomes a `Refused` frame or a counted outcome."""
 
 from __future__ import annotations
 

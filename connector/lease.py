@@ -65,7 +65,7 @@ class _Lease:
 class LeaseTable:
     """All leases of one node. Not thread-safe: the owner holds a lock around every call.
 
-    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability this node never
+    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never
     granted (or has forgotten), `LeaseExpired` for one that has ended, `PromptMismatch` when the reader's prompt differs.
     """
 

@@ -14,7 +14,7 @@ class WeaveStats(KVConnectorStats):
     """Flat sums; folding two adds them."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> WeaveStats:
         for key, value in other.data.items():

@@ -26,7 +26,12 @@ class Producer:
     """Leases of one engine and the control port at which they are presented."""
 
     def __init__(
-        self, host: str, port: int, lease_s: float, counters: Counters, clock: Callable[[], float] = time.monotonic
+        self,
+        host: str,
+        port: int,
+        lease_s: float,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.incarnation = secrets.token_hex(16)
         self.counters = counters
@@ -101,9 +106,7 @@ class Producer:
         assert manifest is not None, "the server starts with the manifest"
         mismatch = wire.find_mismatch(manifest.cache, request.cache)
         if mismatch is not None:
-            return wire.Refused(
-                cause="incompatible", field=mismatch.field, ours=mismatch.ours, theirs=mismatch.theirs
-            )
+            return wire.Refused(cause="incompatible", field=mismatch.field, ours=mismatch.ours, theirs=mismatch.theirs)
         offer = self._leases.open(request.capability, request.load, request.num_tokens, request.prompt_digest, now)
         return wire.Opened(
             incarnation=self.incarnation,

@@ -78,20 +78,19 @@ class Renewals:
                 self._changed.wait(None if next_due is None else max(0.0, next_due - time.monotonic()))
 
     def _step(self, load: str, renewal: _Renewal, now: float) -> None:
-        """Send what is due, read the answer one interval later (or at the time-out of the request)."""
+        """Read the last answer, then ask again, unless the last question is still open."""
         if renewal.due > now:
             return
-        if renewal.answer is None:
-            message = wire.Renew(capability=renewal.capability, load=load)
-            renewal.answer = self._client.request(renewal.address, message, self._timeout_s)
-        elif renewal.answer.done():
-            cause = _loss(renewal.answer)
-            renewal.answer = None
-            if cause:
+        renewal.due = now + renewal.interval_s
+        if renewal.answer is not None:
+            if not renewal.answer.done():
+                return
+            if cause := _loss(renewal.answer):
                 self._lost[load] = cause
                 del self._renewals[load]
                 return
-        renewal.due = now + renewal.interval_s
+        message = wire.Renew(capability=renewal.capability, load=load)
+        renewal.answer = self._client.request(renewal.address, message, self._timeout_s)
 
 
 def _loss(answer: Future[wire.Reply]) -> str | None:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-
 from connector.jobs import LoadJob
 from connector.stats import Counters
 from layouts import ConfigError, Placement, TransferPlan, plan_transfer, plan_volume
-from transport.base import Peer, Transfer, Transport, TransferState
+from transport.base import Peer, Transfer, TransferState, Transport
 from transport.control import messages as wire
 from transport.control.client import ControlClient
 from transport.errors import PeerSilent, ProtocolError, TransferFailed
@@ -219,9 +218,7 @@ class LoadRunner:
             self._end(active.job, succeeded=True)
             return
         job = active.job
-        message = wire.Done(
-            capability=job.capability, load=job.load, reader=self._rank, num_readers=active.num_readers
-        )
+        message = wire.Done(capability=job.capability, load=job.load, reader=self._rank, num_readers=active.num_readers)
         active.attempts += 1
         active.confirmation = self._client.request(job.address, message, DONE_TIMEOUT_S)
 
@@ -255,5 +252,3 @@ class LoadRunner:
         for transfer in active.transfers if active else ():
             transfer.close()
         self._finished.put(LoadResult(job.request_id, succeeded))
-
-

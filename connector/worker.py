@@ -33,7 +33,15 @@ class Worker:
     def start_reading(self, regions: Mapping[int, Region], read_timeout_s: float) -> None:
         """Hand the transport to an I/O thread that runs this rank's loads."""
         self._runner = LoadRunner(
-            *(self.rank, self.placement, regions, self._transport, ControlClient(), read_timeout_s, self.counters)
+            *(
+                self.rank,
+                self.placement,
+                regions,
+                self._transport,
+                ControlClient(),
+                read_timeout_s,
+                self.counters,
+            )
         )
         self._runner.start()
 

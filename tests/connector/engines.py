@@ -159,7 +159,11 @@ def prefill_node(layout: ParallelLayout, transport: str, lease_s: float = 30, nu
 
 
 def decode_node(
-    layout: ParallelLayout, transport: str, num_blocks: int = 64, open_timeout_s: float = 4, **format_changes: Any
+    layout: ParallelLayout,
+    transport: str,
+    num_blocks: int = 64,
+    open_timeout_s: float = 4,
+    **format_changes: Any,
 ) -> Node:
     node = _node(layout, transport, num_blocks)
     for worker in node.workers:
@@ -178,9 +182,7 @@ def offer(node: Node, request_id: str, block_ids: Sequence[int], tokens: Sequenc
     """Grant a lease as a finished prefill does; the params as the client gets them."""
     assert node.producer is not None
     blocks = (np.asarray(block_ids, dtype=np.int64),)
-    return node.producer.offer(
-        Offer(request_id, len(tokens), blocks, lambda n: digest(tokens, n))
-    ).to_dict()
+    return node.producer.offer(Offer(request_id, len(tokens), blocks, lambda n: digest(tokens, n))).to_dict()
 
 
 def wait_for(condition: Callable[[], bool], *nodes: Node, timeout_s: float = 10) -> None:

@@ -1,0 +1,32 @@
+"""Layout arithmetic of sharded KV caches: who stores which token, and what moves between two such layouts.
+
+Standard library and numpy only. Knows no torch, no vLLM, no memory address and no peer.
+"""
+
+from layouts.check import ConfigError, PlanError
+from layouts.chunk_swap import ChunkSwap, chunk_swap
+from layouts.interleave import NOT_OWNED, Interleave
+from layouts.parallel import Holding, ParallelLayout, Placement, Span, split_layers
+from layouts.plan import RUN_DTYPE, Route, TransferPlan, plan_transfer
+from layouts.volume import RankVolume, Volume, plan_volume
+
+__all__ = [
+    "NOT_OWNED",
+    "RUN_DTYPE",
+    "ChunkSwap",
+    "ConfigError",
+    "Holding",
+    "Interleave",
+    "ParallelLayout",
+    "Placement",
+    "PlanError",
+    "RankVolume",
+    "Route",
+    "Span",
+    "TransferPlan",
+    "Volume",
+    "chunk_swap",
+    "plan_transfer",
+    "plan_volume",
+    "split_layers",
+]
