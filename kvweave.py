@@ -33,9 +33,7 @@ def __getattr__(name: str) -> object:
     """Import a public name from the package it lives in."""
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     return getattr(importlib.import_module(home), name)
 
 

@@ -40,7 +40,7 @@ def trio(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
         "source": make_node("source", model, Layout(), logs, role="kv_producer", extra_config=SHORT_LEASE),
         "target": make_node("target", model, sharded, logs, role="kv_consumer"),
         "strict": make_node("strict", model, Layout(), logs, role="kv_consumer", policy="fail"),
-        "plain": make_node("plain", model, Layout(), logs, role=None),
+        "plain": make_node("plain", model, Layout(block=32), logs, role=None),
     }
     try:
         for node in nodes.values():

@@ -38,7 +38,7 @@ PAIRS = {
 def nodes(request: pytest.FixtureRequest, farm: Farm) -> tuple[VllmNode, VllmNode, VllmNode]:
     """(source, target, plain node of the same model) of one pair."""
     source, target = request.param
-    plain, *pair = farm.get(("plain", Layout(kv_heads=source.kv_heads)), source, target)
+    plain, *pair = farm.get(("plain", Layout(kv_heads=source.kv_heads, block=32)), source, target)
     return pair[0], pair[1], plain
 
 

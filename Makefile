@@ -1,0 +1,39 @@
+# Front door for people and CI. `make` alone lists the targets.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+TYPED := layouts transport attention connector kvweave.py examples benchmarks tools
+
+.PHONY: help setup demo test lint types unit nodes clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## create .venv with everything needed (about 4 minutes the first time)
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup  ## prefill and decode nodes with different layouts against one plain vLLM node
+	@$(RUN) -m examples.demo
+
+test: lint types unit nodes  ## the gate: all of the checks below, as CI runs them
+
+lint: setup  ## ruff: format and rules
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+
+types: setup  ## mypy, strict (settings in pyproject.toml)
+	$(RUN) -m mypy $(TYPED)
+
+unit: setup  ## tests that need no vLLM node
+	$(RUN) -m pytest -q -m "not vllm"
+
+nodes: setup  ## tests that start real vLLM nodes
+	$(RUN) -m pytest -q -m vllm
+
+clean:  ## remove caches, logs and builds (keeps .venv and .cache)
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist logs *.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

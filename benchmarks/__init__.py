@@ -1,0 +1,1 @@
+"""Benchmarks of kvweave's parts. Each prints its whole configuration, medians and spread."""
