@@ -53,6 +53,8 @@ class _Load:
     answer: Future[wire.Reply]
     phase: Phase = Phase.OPENING
     opened: wire.Opened | None = None
+    start: int = 0
+    """Positions before it were here already."""
     loading_since: float = 0.0
 
 
@@ -143,11 +145,11 @@ class Consumer:
         load = self._loads.get(request_id)
         if load is None or load.phase is not Phase.READY:
             return
+        load.start = load.num_tokens - num_external_tokens
         if num_external_tokens == 0:
             self._end(request_id, "local_hit", release=True)
             return
         assert load.opened is not None
-        start = load.num_tokens - num_external_tokens
         load.phase, load.loading_since = Phase.LOADING, time.monotonic()
         self._next.jobs.append(
             LoadJob(
@@ -156,14 +158,12 @@ class Consumer:
                 capability=load.params.capability,
                 address=load.params.address,
                 incarnation=load.opened.incarnation,
-                start=start,
+                start=load.start,
                 stop=load.num_tokens,
                 source_block_ids=np.asarray(load.opened.block_ids[0], dtype=np.int64),
                 target_block_ids=np.asarray(block_ids[0], dtype=np.int64),
             )
         )
-        self.counters.add("tokens_local", start)
-        self.counters.add("tokens_loaded", num_external_tokens)
 
     def take_work(self) -> StepWork:
         """What the workers are to do from this step on."""
@@ -204,13 +204,11 @@ class Consumer:
         if load is None or load.phase is not Phase.OPENING or not load.answer.done():
             return
         try:
-            reply = load.answer.result(timeout=0)
+            self._take_answer(request_id, load, load.answer.result(timeout=0))
         except PeerSilent:
             self._decline(request_id, "silent", f"no answer in {self._open_timeout_s:g} s")
         except ProtocolError as error:
             self._decline(request_id, "malformed", str(error))
-        else:
-            self._take_answer(request_id, load, reply)
 
     def _take_answer(self, request_id: str, load: _Load, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Refused):
@@ -222,6 +220,7 @@ class Consumer:
             self._decline(request_id, "unknown", "the prefill node was restarted since it computed this prompt")
         else:
             if reply.manifest is not None and reply.incarnation not in self._manifests:
+                reply.manifest.placement.to_placement()
                 self._manifests[reply.incarnation] = reply.manifest
                 self._next.manifests.append(reply.manifest)
             load.opened, load.phase = reply, Phase.READY
@@ -253,6 +252,9 @@ class Consumer:
         if release:
             self._release(load.params, load.load)
         self.counters.add("loads", outcome=outcome, cause=cause)
+        if outcome in ("loaded", "local_hit"):
+            self.counters.add("tokens_local", load.start)
+            self.counters.add("tokens_loaded", load.num_tokens - load.start)
 
     def _release(self, params: TransferParams, load: str) -> None:
         """Tell the prefill node that this load will not read. Best effort: the lease ends by itself otherwise."""

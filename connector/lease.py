@@ -66,7 +66,7 @@ class LeaseTable:
     """All leases of one node. Not thread-safe: the owner holds a lock around every call.
 
     Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never
-    granted (or has forgotten), `LeaseExpired` for one that has ended, `PromptMismatch` when the reader's prompt differs.
+    granted (or has forgotten), `LeaseExpired` for one that has ended, `PromptMismatch` when the prompt differs.
     """
 
     def __init__(self, lease_s: float) -> None:

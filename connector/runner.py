@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MIN_POLL_S, MAX_POLL_S = 50e-6, 2e-3
 DONE_TIMEOUT_S, DONE_ATTEMPTS = 2.0, 2
+STOP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,20 @@ class _Active:
     """A load under way: reading first, then waiting for the prefill node's confirmation."""
 
     job: LoadJob
-    num_readers: int
+    plan: TransferPlan
     transfers: list[Transfer]
+    num_segments: int
     deadline: float
     confirmation: Future[wire.Reply] | None = None
     attempts: int = 0
+    failure: tuple[str, str] | None = None
+    """(cause, detail) once it cannot succeed any more; it ends when its reads have."""
+
+    def stop(self, cause: str, detail: str) -> None:
+        """Give up, but let the reads under way end by themselves for a while: forcing them is dear."""
+        if self.failure is None:
+            self.failure = cause, detail
+            self.deadline = min(self.deadline, time.monotonic() + STOP_GRACE_S)
 
 
 class LoadRunner:
@@ -88,6 +98,7 @@ class LoadRunner:
         self._read_timeout_s, self._counters = read_timeout_s, counters
         self._commands: queue.SimpleQueue[LoadJob | wire.Manifest | str | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        self._manifests: dict[str, wire.Manifest] = {}
         self._sources: dict[str, _Source] = {}
         self._active: dict[str, _Active] = {}
         self._thread: threading.Thread | None = None
@@ -145,9 +156,9 @@ class LoadRunner:
             case LoadJob():
                 self._guarded(command, self._begin, command)
             case wire.Manifest():
-                self._sources.setdefault(command.incarnation, _Source.of(command))
+                self._manifests.setdefault(command.incarnation, command)
             case str() if command in self._active:
-                self._fail(self._active[command].job, "cancelled", "aborted, or the lease was lost")
+                self._active[command].stop("cancelled", "aborted, or the lease was lost")
 
     def _guarded(self, job: LoadJob, step: Callable[..., None], *args: object) -> None:
         """The thread's one net: whatever goes wrong ends this load and no other."""
@@ -155,6 +166,8 @@ class LoadRunner:
             step(*args)
         except TransferFailed as error:
             self._fail(job, "transfer", str(error))
+        except ProtocolError as error:
+            self._fail(job, "malformed", str(error))
         except ConfigError as error:
             self._fail(job, "incompatible", str(error))
         except Exception as error:
@@ -163,6 +176,8 @@ class LoadRunner:
 
     def _begin(self, job: LoadJob) -> None:
         """Plan, lower and post the reads of this rank's part."""
+        if job.incarnation not in self._sources:
+            self._sources[job.incarnation] = _Source.of(self._manifests[job.incarnation])
         source = self._sources[job.incarnation]
         plan = plan_transfer(source.placement, self._placement, job.start, job.stop)
         listed = source.placement.interleave.num_virtual_blocks(job.stop)
@@ -170,16 +185,13 @@ class LoadRunner:
             raise TransferFailed(
                 f"the prefill node lists {len(job.source_block_ids)} blocks for {job.stop} tokens, {listed} are needed"
             )
-        active = _Active(job, len(plan.readers), [], time.monotonic() + self._read_timeout_s)
+        active = _Active(job, plan, [], 0, time.monotonic() + self._read_timeout_s)
         self._active[job.request_id] = active
-        num_bytes = num_segments = 0
         for source_rank, segments in self._segments_by_source(job, source, plan).items():
             if source_rank not in source.peers:
                 source.peers[source_rank] = self._transport.attach(source.rank_info(source_rank).endpoint)
             active.transfers.append(self._transport.read(source.peers[source_rank], segments))
-            num_bytes += segments.num_bytes
-            num_segments += len(segments)
-        self._count(plan, num_bytes, num_segments)
+            active.num_segments += len(segments)
         self._advance(active)
 
     def _segments_by_source(self, job: LoadJob, source: _Source, plan: TransferPlan) -> dict[int, Segments]:
@@ -190,35 +202,42 @@ class LoadRunner:
             by_source.setdefault(route.source_rank, []).append(segments)
         return {rank: Segments.concatenate(parts) for rank, parts in by_source.items()}
 
-    def _count(self, plan: TransferPlan, num_bytes: int, num_segments: int) -> None:
-        """This rank's share of the counters; the payload comes from the plan, the bytes moved from the segments."""
-        volume = plan_volume(plan).ranks[self._rank]
+    def _count(self, active: _Active) -> None:
+        """This rank's share of the counters; the payload comes from the plan, the bytes moved from the transfers."""
+        volume = plan_volume(active.plan).ranks[self._rank]
         token_bytes = next(iter(self._regions.values())).token_bytes
-        self._counters.add("bytes_moved", num_bytes)
+        self._counters.add("bytes_moved", sum(transfer.num_bytes for transfer in active.transfers))
         self._counters.add("bytes_payload", volume.num_entries * token_bytes)
-        self._counters.add("segments", num_segments)
+        self._counters.add("segments", active.num_segments)
         self._counters.add("blocks_listed", volume.num_listed_blocks)
         self._counters.add("blocks_real", volume.num_real_blocks)
         self._counters.add("blocks_empty", volume.num_empty_blocks)
 
     def _advance(self, active: _Active) -> None:
         """One look at a load; ends it when there is nothing left to wait for."""
-        if active.confirmation is not None:
-            self._look_at_confirmation(active)
-        elif all(transfer.poll() is TransferState.DONE for transfer in active.transfers):
+        states = {transfer.poll() for transfer in active.transfers}
+        if TransferState.FAILED in states:
+            active.stop("transfer", next(transfer.cause for transfer in active.transfers if transfer.cause))
+        if TransferState.PENDING in states and time.monotonic() < active.deadline:
+            return
+        if active.failure is not None:
+            self._fail(active.job, *active.failure)
+        elif TransferState.PENDING in states:
+            self._fail(active.job, "timeout", f"reads did not end in {self._read_timeout_s:g} s")
+        elif active.confirmation is None:
             self._confirm(active)
-        elif failed := [t for t in active.transfers if t.poll() is TransferState.FAILED]:
-            raise TransferFailed(failed[0].cause)
-        elif time.monotonic() > active.deadline:
-            raise TransferFailed(f"reads did not end in {self._read_timeout_s:g} s")
+        else:
+            self._look_at_confirmation(active)
 
     def _confirm(self, active: _Active) -> None:
         """The bytes are here. They count only if the lease still held, which the prefill node has to say."""
-        if not active.transfers:
-            self._end(active.job, succeeded=True)
-            return
         job = active.job
-        message = wire.Done(capability=job.capability, load=job.load, reader=self._rank, num_readers=active.num_readers)
+        if not active.transfers:
+            self._succeed(active)
+            return
+        message = wire.Done(
+            capability=job.capability, load=job.load, reader=self._rank, num_readers=len(active.plan.readers)
+        )
         active.attempts += 1
         active.confirmation = self._client.request(job.address, message, DONE_TIMEOUT_S)
 
@@ -235,9 +254,13 @@ class LoadRunner:
                 self._fail(active.job, "silent", str(error))
             return
         if isinstance(reply, wire.Ok):
-            self._end(active.job, succeeded=True)
+            self._succeed(active)
         else:
             self._fail(active.job, getattr(reply, "cause", "malformed"), "the lease ended before the reads did")
+
+    def _succeed(self, active: _Active) -> None:
+        self._count(active)
+        self._end(active.job, succeeded=True)
 
     def _fail(self, job: LoadJob, cause: str, detail: str) -> None:
         self._counters.add("read_failures", cause=cause)

@@ -3,7 +3,7 @@
 Takes the place of CPU_ATTN and keeps its name, because vLLM looks the name up in its registry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,20 +80,14 @@ class PlainPageMetadataBuilder(AttentionMetadataBuilder[PlainPageMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PlainPageMetadata:
-        starts = common_attn_metadata.query_start_loc_cpu.numpy()
-        query_lens = np.diff(starts).astype(np.int64)
+        query_lens = np.diff(common_attn_metadata.query_start_loc_cpu.numpy()).astype(np.int64)
         contexts = common_attn_metadata.seq_lens.numpy().astype(np.int64) - query_lens
-        rows = [np.arange(length) for length in query_lens]
-        split = None
-        attend: Callable[..., Partial] = attend_local
+        split: RowSplit | None = None
+        rows: Sequence[np.ndarray] = [np.arange(length) for length in query_lens]
         if self._splits_rows:
             split, own_rows = split_rows(query_lens.tolist(), get_pcp_group().device_group)
-            if self._num_shards == 1:
-                rows = list(own_rows)
-            else:
-                attend = partial(attend_over_rows, split=split, group=get_dcp_group().device_group)
-        elif self._num_shards > 1:
-            attend = partial(attend_over_heads, group=get_dcp_group().device_group)
+            if self._num_shards == 1:  # a whole cache: own rows attend alone
+                rows = own_rows
         positions = [
             np.where(of_request < 0, of_request, of_request + context)
             for of_request, context in zip(rows, contexts, strict=True)
@@ -102,8 +96,17 @@ class PlainPageMetadataBuilder(AttentionMetadataBuilder[PlainPageMetadata]):
             block_table=common_attn_metadata.block_table_tensor,
             batch=plan_local(positions, self._interleave, self._shard),
             split=split,
-            attend=attend,
+            attend=self._route(split),
         )
+
+    def _route(self, split: RowSplit | None) -> Callable[..., Partial]:
+        """How rows reach all keys: the cache is whole, or sharded over the PCP ranks, or inside the TP group."""
+        if self._num_shards == 1:
+            return attend_local
+        group = get_dcp_group().device_group
+        if self._splits_rows:
+            return partial(attend_over_rows, split=split, group=group)
+        return partial(attend_over_heads, group=group)
 
 
 class PlainPageImpl(AttentionImpl[PlainPageMetadata]):

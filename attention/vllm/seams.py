@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from attention.vllm import settings
@@ -32,50 +33,93 @@ def require_parameters(function: Function, *expected: str) -> None:
     """
     found = tuple(inspect.signature(function).parameters)
     if found != expected:
-        from vllm.version import __version__
-
-        raise SeamError(
-            f"{function.__module__}.{function.__qualname__} of vLLM {__version__}: got parameters {', '.join(found)}; "
-            f"expected {', '.join(expected)}. Install vLLM 0.32, or leave the kvweave_attention plugin out of "
-            "VLLM_PLUGINS."
+        raise _seam_error(
+            f"{function.__module__}.{function.__qualname__}",
+            f"parameters {', '.join(found)}",
+            f"parameters {', '.join(expected)}",
         )
+
+
+def _seam_error(thing: str, got: str, expected: str) -> SeamError:
+    from vllm.version import __version__
+
+    return SeamError(
+        f"{thing} of vLLM {__version__}: got {got}; expected {expected}. Install vLLM 0.32, or leave kvweave_attention "
+        "out of VLLM_PLUGINS."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A method of vLLM to wrap: `wrapper` gets the stock function first, then its arguments."""
+
+    owner: type
+    name: str
+    parameters: tuple[str, ...]
+    wrapper: Function
+
+    @property
+    def stock(self) -> Function:
+        """The function in place now."""
+        attribute = vars(self.owner)[self.name]
+        function: Function = attribute.__func__ if self.is_class_method else attribute
+        return function
+
+    @property
+    def is_class_method(self) -> bool:
+        return isinstance(vars(self.owner)[self.name], classmethod)
+
+    @property
+    def is_wrapped(self) -> bool:
+        return getattr(self.stock, "_wrapped_by", None) is self.wrapper
+
+    def check(self) -> None:
+        """Raises SeamError when vLLM's method is not there or takes other parameters."""
+        if self.name not in vars(self.owner):
+            raise _seam_error(f"{self.owner.__module__}.{self.owner.__qualname__}", f"no method {self.name}", "one")
+        require_parameters(self.stock, *self.parameters)
+
+    def wrap(self) -> None:
+        """Replaces the method; a class method stays one."""
+        stock = self.stock
+
+        @functools.wraps(stock)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return self.wrapper(stock, *args, **kwargs)
+
+        wrapped._wrapped_by = self.wrapper  # type: ignore[attr-defined]
+        setattr(self.owner, self.name, classmethod(wrapped) if self.is_class_method else wrapped)
 
 
 def install() -> None:
     """Wraps the four functions in this process; again is harmless.
 
     Raises:
-        SeamError: one of them has changed.
+        SeamError: one of them has changed; then none is wrapped.
     """
     from vllm.config import ModelConfig, VllmConfig
     from vllm.platforms.cpu import CpuPlatform
 
-    _wrap(ModelConfig, "verify_with_parallel_config", ("self", "parallel_config"), _verify_heads)
-    _wrap(VllmConfig, "_get_v1_model_runner_unsupported_features", ("self",), _list_unsupported)
-    _wrap(CpuPlatform, "check_and_update_config", ("cls", "vllm_config"), _update_config)
-    _wrap(
-        CpuPlatform,
-        "get_attn_backend_cls",
-        ("cls", "selected_backend", "attn_selector_config", "num_heads"),
-        _select_backend,
+    install_all(
+        Seam(ModelConfig, "verify_with_parallel_config", ("self", "parallel_config"), _verify_heads),
+        Seam(VllmConfig, "_get_v1_model_runner_unsupported_features", ("self",), _list_unsupported),
+        Seam(CpuPlatform, "check_and_update_config", ("cls", "vllm_config"), _update_config),
+        Seam(
+            CpuPlatform,
+            "get_attn_backend_cls",
+            ("cls", "selected_backend", "attn_selector_config", "num_heads"),
+            _select_backend,
+        ),
     )
 
 
-def _wrap(owner: type, name: str, parameters: tuple[str, ...], wrapper: Function) -> None:
-    """Replaces a method by `wrapper`, which gets the stock function first. A class method stays one."""
-    attribute = vars(owner)[name]
-    is_class_method = isinstance(attribute, classmethod)
-    stock = attribute.__func__ if is_class_method else attribute
-    if getattr(stock, "_wrapped_by", None) is wrapper:
-        return
-    require_parameters(stock, *parameters)
-
-    @functools.wraps(stock)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, *args, **kwargs)
-
-    wrapped._wrapped_by = wrapper  # type: ignore[attr-defined]
-    setattr(owner, name, classmethod(wrapped) if is_class_method else wrapped)
+def install_all(*seams: Seam) -> None:
+    """Checks all seams, then wraps those that are not wrapped yet."""
+    for seam in seams:
+        seam.check()
+    for seam in seams:
+        if not seam.is_wrapped:
+            seam.wrap()
 
 
 def _verify_heads(stock: Function, model_config: Any, parallel_config: Any) -> None:

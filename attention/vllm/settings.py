@@ -74,10 +74,17 @@ def _check_prefill_context_parallel(vllm_config: Any) -> None:
             allowed=f"1 or {pcp}",
             remedy=f"Shard the KV cache over the PCP ranks alone (--decode-context-parallel-size {pcp}).",
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise _unsupported(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}", "1 with PCP")
-    if vllm_config.speculative_config is not None:
-        raise _unsupported("speculative decoding", "none with PCP")
+    model = vllm_config.model_config
+    used = {  # each of these counts on every rank having all rows of the step
+        f"--pipeline-parallel-size {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        f"{model.architecture} (mixture of experts)": model.is_moe,
+        f"{model.architecture} (multimodal)": model.is_multimodal_model or model.uses_mrope,
+    }
+    for got, is_used in used.items():
+        if is_used:
+            raise _unsupported(got, "dense text models on one pipeline stage with --prefill-context-parallel-size > 1")
 
 
 def _unsupported(got: str, allowed: str) -> ConfigError:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1300)]
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 512
@@ -127,7 +127,7 @@ def run(
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     command = [sys.executable, str(Path(__file__).with_name("vllm_node.py")), json.dumps(task)]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600)
 
 
 def report_of(directory: Path, layout: Layout, plugins: str | None = None) -> dict[str, Any]:
@@ -159,3 +159,10 @@ def test_tokens_equal_plain_vllm(layout: Layout, directory: Path) -> None:
             assert rank["most_rows"] < MAX_BATCHED_TOKENS
         else:
             assert rank["most_rows"] == MAX_BATCHED_TOKENS
+
+
+def test_refused_layout_ends_the_start_with_numbers_and_remedy(directory: Path) -> None:
+    flags = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "block_size": 16}
+    done = run(directory / "refused", Layout(1, {**flags, "cp_kv_cache_interleave_size": 3}))
+    assert done.returncode != 0
+    assert "got 3; allowed: the divisors of block_tokens, 1, 2, 4, 8, 16." in done.stderr

@@ -1,6 +1,7 @@
 """What is refused before an engine starts, and how vLLM's functions are wrapped. Needs no running vLLM."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,10 +36,14 @@ def config(
             use_mla=other.get("mla", False),
             is_hybrid=False,
             is_encoder_decoder=False,
+            is_moe=other.get("moe", False),
+            is_multimodal_model=False,
+            uses_mrope=False,
             architecture="TestModel",
             get_total_num_kv_heads=lambda: heads,
         ),
         cache_config=SimpleNamespace(block_size=block, cache_dtype=other.get("cache_dtype", "auto")),
+        lora_config=other.get("lora_config"),
         speculative_config=other.get("speculative_config"),
         kv_transfer_config=connectors and SimpleNamespace(has_connector=connectors.__contains__),
     )
@@ -62,6 +67,8 @@ REFUSED = [
     (config(tp=2, dcp=2, mla=True), ["TestModel", "grouped-query"]),
     (config(pcp=2, pp=2), ["--pipeline-parallel-size 2"]),
     (config(pcp=2, speculative_config="ngram"), ["speculative"]),
+    (config(pcp=2, lora_config="any"), ["LoRA"]),
+    (config(pcp=2, moe=True), ["TestModel", "dense"]),
     (config(tp=2, dcp=2, cache_dtype="fp8"), ["fp8", "auto"]),
     (config(tp=2, dcp=2, worker_cls="my.Worker"), ["my.Worker", seams.STOCK_WORKER]),
 ]
@@ -110,6 +117,12 @@ class Stock:
     def size(self, factor: int) -> int:
         return 2 * factor
 
+    def width(self, factor: int) -> int:
+        return factor
+
+    def height(self) -> int:
+        return 1
+
     @classmethod
     def name(cls, prefix: str) -> str:
         return prefix + cls.__name__
@@ -120,16 +133,27 @@ def test_wrapping_keeps_the_kind_of_method_and_happens_once() -> None:
         return stock(*arguments) * 10
 
     for _ in range(2):
-        seams._wrap(Stock, "size", ("self", "factor"), larger)
-        seams._wrap(Stock, "name", ("cls", "prefix"), larger)
+        seams.install_all(
+            seams.Seam(Stock, "size", ("self", "factor"), larger), seams.Seam(Stock, "name", ("cls", "prefix"), larger)
+        )
     assert Stock().size(1) == 20
     assert Stock.name("a ") == "a Stock" * 10
 
 
-def test_changed_function_is_named_with_the_version() -> None:
-    pytest.importorskip("vllm")
-    with pytest.raises(seams.SeamError, match=r"changed.*of vLLM \d.*got parameters one.*expected two"):
-
-        def changed(one: int) -> None: ...
-
-        seams.require_parameters(changed, "two")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kind", r"Stock of vLLM 0.99.1: got no method kind"),
+        ("width", r"width of vLLM 0.99.1.*self, factor.*self, size"),
+    ],
+)
+def test_changed_vllm_is_named_and_nothing_is_wrapped(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.version", SimpleNamespace(__version__="0.99.1"))
+    height = Stock.height
+    with pytest.raises(seams.SeamError, match=words):
+        seams.install_all(
+            seams.Seam(Stock, "height", ("self",), lambda stock, of: 0),
+            seams.Seam(Stock, name, ("self", "size"), lambda stock, of, size: 0),
+        )
+    assert Stock.height is height

@@ -269,11 +269,11 @@ def test_lease_of_a_vanished_decode_node_ends_by_itself(nodes: ExitStack) -> Non
 
 
 def test_renewals_keep_a_waiting_load_alive(nodes: ExitStack) -> None:
-    source, target = start(nodes, TWO_PLAIN, "memory", lease_s=0.6)
+    source, target = start(nodes, TWO_PLAIN, "memory", lease_s=2)
     tokens = list(range(9))
     arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
     count = matched(target, "d")
-    time.sleep(1.5)
+    time.sleep(3)
     source.step()
     assert source.producer.num_open_leases == 1
     target.consumer.update_state_after_alloc("d", [[0, 1]], count)

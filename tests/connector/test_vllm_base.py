@@ -15,7 +15,9 @@ SLEEP_MODE = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"
 
 
 def own_hooks() -> list[str]:
-    return [name for name, member in vars(WeaveConnector).items() if callable(member) or isinstance(member, classmethod)]
+    return [
+        name for name, member in vars(WeaveConnector).items() if callable(member) or isinstance(member, classmethod)
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in own_hooks() if not name.startswith("_")])
