@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from connector import WeaveConnector
@@ -57,12 +57,37 @@ def _print_version(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (Command("version", "print the version", _no_options, _print_version),)
+def _command_in(home: str, name: str, help: str) -> Command:
+    """A command whose module, with `add_options` and `run`, is imported when the command line is."""
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        importlib.import_module(home).add_options(parser)
+
+    def run(options: argparse.Namespace) -> int:
+        exit_code: int = importlib.import_module(home).run(options)
+        return exit_code
+
+    return Command(name, help, add_options, run)
+
+
+COMMANDS = (
+    _command_in("layouts.commands.plan", "plan", "show who sends what to whom between two layouts, and draw it"),
+    _command_in("layouts.commands.volume", "volume", "price a pair of layouts: bytes, blocks, messages, segments"),
+    _command_in("layouts.commands.advise", "advise", "choose layouts for a model, its cards and its load"),
+    Command("version", "print the version", _no_options, _print_version),
+)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Reports a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `python -m kvweave`, with one subparser per entry of COMMANDS."""
-    parser = argparse.ArgumentParser(
+    parser = _OneLineParser(
         prog="python -m kvweave",
         description="Moves the KV cache between vLLM prefill and decode nodes that shard it differently.",
     )
@@ -70,15 +95,21 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_options(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, command=command.name)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; usage errors leave with code 2 as argparse does."""
+    """Run one command and return its exit code; usage errors end with one line and code 2."""
     options = build_parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    return run(options)
+    from layouts.errors import ConfigError
+
+    try:
+        return run(options)
+    except ConfigError as error:
+        print(f"python -m kvweave {options.command}: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

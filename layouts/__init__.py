@@ -3,12 +3,14 @@
 Standard library and numpy only. Knows no torch, no vLLM, no memory address and no peer.
 """
 
-from layouts.check import ConfigError, PlanError
 from layouts.chunk_swap import ChunkSwap, chunk_swap
+from layouts.errors import ConfigError, PlanError
 from layouts.interleave import NOT_OWNED, Interleave
 from layouts.parallel import Holding, ParallelLayout, Placement, Span, split_layers
-from layouts.plan import RUN_DTYPE, Route, TransferPlan, plan_transfer
-from layouts.volume import RankVolume, Volume, plan_volume
+from layouts.plan import TransferPlan, plan_transfer
+from layouts.routes import Route
+from layouts.runs import RUN_DTYPE
+from layouts.volume import RankVolume, Volume, plan_volume, predict_volume
 
 __all__ = [
     "NOT_OWNED",
@@ -28,5 +30,6 @@ __all__ = [
     "chunk_swap",
     "plan_transfer",
     "plan_volume",
+    "predict_volume",
     "split_layers",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from layouts.check import config_error, require_at_least
+from layouts.errors import config_error, require_at_least
 from layouts.interleave import IntArray
 
 PADDING = -1
@@ -49,9 +49,7 @@ class ChunkSwap:
     @property
     def num_padding(self) -> tuple[int, ...]:
         """Tokens of each request that are padding, or copies of a replicated request."""
-        return tuple(
-            padded - length for padded, length in zip(self.padded_lens, self.query_lens, strict=True)
-        )
+        return tuple(padded - length for padded, length in zip(self.padded_lens, self.query_lens, strict=True))
 
     @property
     def restore_index(self) -> IntArray:
@@ -150,8 +148,7 @@ def chunk_swap(query_lens: Sequence[int], pcp: int, decodes: Sequence[bool] | No
             remedy="Pass one flag per entry of query_lens.",
         )
     replicated = tuple(
-        bool(decode) or pcp == 1 or length < 2 * pcp
-        for length, decode in zip(query_lens, decodes, strict=True)
+        bool(decode) or pcp == 1 or length < 2 * pcp for length, decode in zip(query_lens, decodes, strict=True)
     )
     return ChunkSwap(pcp, tuple(query_lens), replicated)
 

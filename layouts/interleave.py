@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from layouts.check import config_error, divisors, listed, require_at_least
+from layouts.errors import config_error, divisors, listed, require_at_least
 
 IntArray = npt.NDArray[np.int64]
 Ints = TypeVar("Ints", int, IntArray)

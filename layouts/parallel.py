@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from layouts.check import ConfigError, config_error, divisors, listed, require_at_least
+from layouts.errors import ConfigError, config_error, divisors, listed, require_at_least
 from layouts.interleave import Interleave
 
 
@@ -69,9 +69,7 @@ class Placement:
     num_layers: int
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1, num_kv_heads=self.num_kv_heads, num_layers=self.num_layers, num_ranks=len(self.holdings)
-        )
+        require_at_least(1, num_kv_heads=self.num_kv_heads, num_layers=self.num_layers, num_ranks=len(self.holdings))
         self._check_shards()
         layers_of: dict[int, set[Span]] = {shard: set() for shard in range(self.interleave.num_shards)}
         heads_of: dict[tuple[int, Span], set[Span]] = {}
@@ -116,6 +114,10 @@ class ParallelLayout:
         num_layers: layers with a KV cache over all pipeline stages.
         pcp_shards_kv: the older meaning of PCP, in which it shards the KV cache too: W = PCP * DCP and
             shard = pcp * DCP + tp mod DCP.
+        dcp_sharded: whether the KV cache is sharded over context parallel ranks at all (vLLM's
+            `KVCacheSpec.dcp_sharded`). Sliding-window and state layers are not: W = 1, and the ranks over which
+            others are sharded hold replicas. A model with several KV cache groups has one layout for each, such as
+            `replace(layout, dcp_sharded=False, num_layers=30)`, and one plan; a state counts as one position.
         layers_per_stage: layers of each pipeline stage (vLLM's VLLM_PP_LAYER_PARTITION); by default
         vLLM's rule.
 
@@ -134,6 +136,7 @@ class ParallelLayout:
     num_layers: int = 1
     pcp_shards_kv: bool = False
     layers_per_stage: tuple[int, ...] | None = None
+    dcp_sharded: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(1, tp=self.tp, pcp=self.pcp, dcp=self.dcp, pp=self.pp)
@@ -153,6 +156,8 @@ class ParallelLayout:
     @property
     def num_shards(self) -> int:
         """W: over how many ranks one sequence is spread."""
+        if not self.dcp_sharded:
+            return 1
         return self.pcp * self.dcp if self.pcp_shards_kv else self.dcp
 
     @property
@@ -168,6 +173,8 @@ class ParallelLayout:
         return Placement(self.interleave, holdings, self.num_kv_heads, self.num_layers)
 
     def _shard(self, pcp: int, tp: int) -> int:
+        if not self.dcp_sharded:
+            return 0
         if self.pcp_shards_kv:
             return pcp * self.dcp + tp % self.dcp
         return (tp * self.pcp + pcp) % self.dcp
@@ -192,7 +199,9 @@ class ParallelLayout:
 
     @property
     def _group_tp_ranks(self) -> int:
-        """Tensor parallel ranks one context parallel group spans; all of them must hold the same heads."""
+        """Tensor parallel ranks that share one sequence's tokens; all of them must hold the same heads."""
+        if not self.dcp_sharded:
+            return 1
         return self.dcp if self.pcp_shards_kv else max(1, self.dcp // self.pcp)
 
     def _check_context_parallel(self) -> None:

@@ -121,7 +121,7 @@ def run(
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "PYTHONPATH": os.pathsep.join([str(plugin_path(directory)), str(REPOSITORY)]),
     }
     if plugins is not None:
@@ -132,7 +132,7 @@ def run(
 
 def report_of(directory: Path, layout: Layout, plugins: str | None = None) -> dict[str, Any]:
     done = run(directory, layout, plugins)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     report: dict[str, Any] = json.loads((directory / "output.json").read_text())
     return report
 

@@ -12,6 +12,7 @@ from tests.nodes.cluster import READY_TIMEOUT_S, Layout, VllmNode, make_node
 from tests.tiny_model import write_tiny_llama
 
 MAX_ALIVE = 4
+HEAD_SIZE = 32
 
 
 class Farm:
@@ -23,7 +24,7 @@ class Farm:
 
     def model(self, kv_heads: int) -> Path:
         path = self._directory / f"tiny-{kv_heads}-kv-heads"
-        return path if path.exists() else write_tiny_llama(path, num_kv_heads=kv_heads)
+        return path if path.exists() else write_tiny_llama(path, num_kv_heads=kv_heads, head_size=HEAD_SIZE)
 
     def get(self, *layouts: Layout | tuple[str, Layout]) -> list[VllmNode]:
         """Ready nodes for the layouts, in order; ("plain", layout) is a node of plain vLLM."""

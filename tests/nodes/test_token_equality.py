@@ -12,11 +12,12 @@ import pytest
 
 from layouts import ParallelLayout
 from tests.nodes.cluster import Layout, VllmNode, at_once, hand_over
-from tests.nodes.conftest import Farm
+from tests.nodes.conftest import HEAD_SIZE, Farm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-HEAD_BYTES = 2 * 16 * 4
+HEAD_BYTES = 2 * HEAD_SIZE * 4
+"""Key and value of one token of one head in float32."""
 NUM_LAYERS = 2
 VOCABULARY = 512
 
