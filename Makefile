@@ -8,10 +8,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TYPED := layouts transport attention connector kvweave.py examples benchmarks tools
 
-.PHONY: help setup demo test lint types unit nodes clean
+.PHONY: help setup demo test lint types unit test-exhaustive nodes clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## create .venv with everything needed (about 4 minutes the first time)
 	@$(PYTHON) tools/setup_env.py
@@ -30,6 +30,9 @@ types: setup  ## mypy, strict (settings in pyproject.toml)
 
 unit: setup  ## tests that need no vLLM node
 	$(RUN) -m pytest -q -m "not vllm"
+
+test-exhaustive: setup  ## the laws of layouts over their whole domain (about 15 minutes)
+	$(RUN) -m pytest -q -m exhaustive tests/layouts
 
 nodes: setup  ## tests that start real vLLM nodes
 	$(RUN) -m pytest -q -m vllm

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,10 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from layouts.errors import ConfigError
 
     try:
-        return run(options)
+        exit_code = run(options)
+        sys.stdout.flush()
+        return exit_code
     except ConfigError as error:
         print(f"python -m kvweave {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from layouts import ParallelLayout, Volume, plan_transfer, plan_volume, predict_
 
 CP_SIZES = (1, 2, 4, 8, 16)
 BLOCK_SIZES = (16, 32, 64, 128)
-LENGTHS = tuple(sorted({1 << power for power in range(18)} | {3 << power for power in range(0, 16, 2)} | {1000, 100_000}))
+LENGTHS = tuple(
+    sorted({1 << power for power in range(18)} | {3 << power for power in range(0, 16, 2)} | {1000, 100_000})
+)
 COUNTED_TOKENS = 20_000
 """Longest prompt of which every plan is also built and counted; longer ones are for one block size."""
 
@@ -115,6 +117,34 @@ def all_cases() -> list[Case]:
 
 
 @dataclass(frozen=True, slots=True)
+class Resharding:
+    """Segments that a prompt has on its way from 8 ranks to 4."""
+
+    model: str
+    block_tokens: int
+    num_tokens: int
+    segments_i1: int
+    segments_ib: int
+
+
+def reshardings() -> list[Resharding]:
+    """Every model, block size and length."""
+    return [
+        Resharding(
+            model.name, block_tokens, length, *(_reshard(model, block_tokens, i, length) for i in (1, block_tokens))
+        )
+        for model in MODELS
+        for block_tokens in BLOCK_SIZES
+        for length in LENGTHS
+    ]
+
+
+def _reshard(model: Model, block_tokens: int, interleave_tokens: int, num_tokens: int) -> int:
+    source, target = (model.layout(cp, block_tokens, interleave_tokens) for cp in (8, 4))
+    return predict_volume(source, target, 0, num_tokens).num_segments
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """Two different layouts that a deployment may have."""
 
@@ -142,17 +172,24 @@ class Pair:
         return sides[0], sides[1]
 
 
-def _sizes(block: int, **sizes: int) -> dict[str, int]:
-    return {**sizes, "block": block}
+def _pair(name: str, model: Model, source: str, target: str) -> Pair:
+    sides = [
+        {key: int(size) for key, size in (part.split("=") for part in side.split(","))} for side in (source, target)
+    ]
+    return Pair(name, model, *sides)
 
 
 PAIRS = (
-    Pair("sharded PCP to DCP", MLA_576, _sizes(64, tp=8, pcp=2, dcp=16, interleave=64), _sizes(64, tp=8, dcp=8, interleave=64)),
-    Pair("fine to coarse", MLA_576, _sizes(64, tp=8, dcp=8), _sizes(64, tp=8, dcp=4, interleave=64)),
-    Pair("large to small blocks", MLA_576, _sizes(128, pcp=4, dcp=4, interleave=128), _sizes(16, tp=8, dcp=2, interleave=16)),
-    Pair("replicated PCP to TP", GQA_8, _sizes(16, tp=2, pcp=4), _sizes(32, tp=8)),
-    Pair("replicated PCP to DCP", GQA_8, _sizes(16, tp=2, pcp=4), _sizes(32, tp=16, dcp=2, interleave=32)),
-    Pair("sharded PCP to DCP", GQA_8, _sizes(64, pcp=8, dcp=8, interleave=64), _sizes(64, tp=16, dcp=2, interleave=64)),
+    _pair(
+        "sharded PCP to DCP", MLA_576, "tp=8,pcp=2,dcp=16,block=64,interleave=64", "tp=8,dcp=8,block=64,interleave=64"
+    ),
+    _pair("fine to coarse", MLA_576, "tp=8,dcp=8,block=64,interleave=1", "tp=8,dcp=4,block=64,interleave=64"),
+    _pair(
+        "large to small blocks", MLA_576, "pcp=4,dcp=4,block=128,interleave=128", "tp=8,dcp=2,block=16,interleave=16"
+    ),
+    _pair("replicated PCP to TP", GQA_8, "tp=2,pcp=4,block=16", "tp=8,block=32"),
+    _pair("replicated PCP to DCP", GQA_8, "tp=2,pcp=4,block=16", "tp=16,dcp=2,block=32,interleave=32"),
+    _pair("sharded PCP to DCP", GQA_8, "pcp=8,dcp=8,block=64,interleave=64", "tp=16,dcp=2,block=64,interleave=64"),
 )
 PAIR_LENGTHS = (100, 4096, 131_072)
 
@@ -176,7 +213,11 @@ class Distribution:
         return tuple(min(max(round(exp(middle)), LENGTHS[0]), LENGTHS[-1]) for middle in middles)
 
 
-DISTRIBUTIONS = (Distribution("chat", 300, 1.0), Distribution("documents", 6000, 0.8), Distribution("agents", 40_000, 0.7))
+DISTRIBUTIONS = (
+    Distribution("chat", 300, 1.0),
+    Distribution("documents", 6000, 0.8),
+    Distribution("agents", 40_000, 0.7),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +268,7 @@ def count_in_plan(source: ParallelLayout, target: ParallelLayout, num_tokens: in
     return plan_volume(plan_transfer(source, target, 0, num_tokens))
 
 
-def as_rows(items: Sequence[Case] | Sequence[Overhead]) -> list[dict[str, object]]:
+def as_rows(items: Sequence[Case] | Sequence[Overhead] | Sequence[Resharding]) -> list[dict[str, object]]:
     """Plain dictionaries for JSON."""
     return [asdict(item) for item in items]
 

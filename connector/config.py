@@ -24,7 +24,7 @@ class WeaveConfig:
     """Control port of a prefill node; 0 takes a free one (it is advertised in every response)."""
     lease_s: float = 30.0
     """How long a finished prefill stays readable without a sign of life from its decode node."""
-    open_timeout_s: float = 4.0
+    open_timeout_s: float = 6.0
     """How long a decode node waits for a prefill node's answer before it prefills locally."""
     read_timeout_s: float = 60.0
     """How long one rank's reads may take before the load fails."""

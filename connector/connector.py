@@ -27,6 +27,7 @@ from connector.consumer import Consumer
 from connector.jobs import StepWork
 from connector.lease import Offer
 from connector.metrics import WeavePromMetrics, WeaveStats
+from connector.pace import Pace, favour_short_threads
 from connector.params import wants_remote_decode
 from connector.producer import Producer
 from connector.prompt import digest_of
@@ -78,12 +79,16 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = WeaveConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         self._layout = layout_of(vllm_config, kv_cache_config)
         self._counters = Counters()
+        self._pace = Pace()
+        favour_short_threads()
         self._worker: Worker | None = None
         self._handshake: WeaveHandshake | None = None
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.is_kv_producer:
-            self._producer = Producer(self._config.host, self._config.port, self._config.lease_s, self._counters)
+            self._producer = Producer(
+                self._config.host, self._config.port, self._config.lease_s, self._counters, self._pace
+            )
 
     # Both sides
 
@@ -179,7 +184,9 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             ordered = [ranks[rank] for rank in sorted(ranks)]
             self._producer.start(Manifest(self._producer.incarnation, cache, placement, ordered))
         if self._kv_transfer_config.is_kv_consumer:
-            self._consumer = Consumer(ControlClient(), cache, placement, self._config.open_timeout_s, self._counters)
+            self._consumer = Consumer(
+                ControlClient(), cache, placement, self._config.open_timeout_s, self._counters, self._pace
+            )
             self._consumer.start()
 
     def on_new_request(self, request: Request) -> None:
@@ -201,6 +208,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             self._consumer.update_state_after_alloc(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> WeaveMetadata:
+        self._pace.step(is_idle=scheduler_output.total_num_scheduled_tokens == 0)
         work = self._consumer.take_work() if self._consumer is not None else StepWork()
         if self._producer is not None:
             work.released.extend(self._producer.take_ended())

@@ -23,6 +23,7 @@ import numpy as np
 
 from connector.errors import BadParams
 from connector.jobs import LoadJob, StepWork
+from connector.pace import Pace
 from connector.params import TransferParams, wants_remote_prefill
 from connector.renewals import Renewals
 from connector.stats import Counters
@@ -33,7 +34,7 @@ from transport.errors import PeerSilent, ProtocolError
 log = logging.getLogger(__name__)
 
 RENEW_INTERVAL_S = 1.0
-RENEW_TIMEOUT_S = 3.0
+RENEW_TIMEOUT_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
 
 
@@ -68,10 +69,12 @@ class Consumer:
         placement: wire.PlacementInfo,
         open_timeout_s: float,
         counters: Counters,
+        pace: Pace,
     ) -> None:
         self._client, self._cache, self._placement = client, cache, placement
         self._open_timeout_s = open_timeout_s
         self.counters = counters
+        self._pace = pace
         self._renewals = Renewals(client, RENEW_INTERVAL_S, RENEW_TIMEOUT_S)
         self._loads: dict[str, _Load] = {}
         self._request_of: dict[str, str] = {}
@@ -124,6 +127,7 @@ class Consumer:
             known_incarnation=parsed.incarnation if parsed.incarnation in self._manifests else "",
         )
         answer = self._client.request(parsed.address, message, self._open_timeout_s)
+        answer.add_done_callback(lambda _: self._pace.wake())
         self._loads[request_id] = _Load(load, parsed, wanted, answer)
         self._request_of[load] = request_id
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from connector.errors import LeaseExpired, LeaseUnknown, PromptMismatch
 from connector.lease import LeaseTable, Offer
+from connector.pace import Pace
 from connector.params import TransferParams
 from connector.stats import Counters
 from transport.control import messages as wire
@@ -31,10 +32,12 @@ class Producer:
         port: int,
         lease_s: float,
         counters: Counters,
+        pace: Pace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.incarnation = secrets.token_hex(16)
         self.counters = counters
+        self._pace = pace
         self._clock = clock
         self._lock = threading.Lock()
         self._leases = LeaseTable(lease_s)
@@ -97,8 +100,10 @@ class Producer:
                 self._leases.renew(capability, load, now)
             case wire.Done(capability, load, reader, num_readers):
                 self._leases.done(capability, load, reader, num_readers, now)
+                self._pace.wake()
             case wire.Release(capability, load):
                 self._leases.release(capability, load, now)
+                self._pace.wake()
         return wire.Ok(lease_s=self._leases.lease_s)
 
     def _open(self, request: wire.Open, now: float) -> wire.Reply:

@@ -26,7 +26,7 @@ def digest(token_ids: Sequence[int], num_tokens: int, extra: str = "") -> bytes:
 
 def digest_of(request: Request) -> Callable[[int], bytes]:
     """A function of n: digest of the first n tokens of a vLLM request."""
-    token_ids = list(request.all_token_ids)
+    token_ids = request.all_token_ids
     lora = request.lora_request.lora_name if request.lora_request else ""
     media = [(feature.identifier, feature.mm_position.offset) for feature in request.mm_features or ()]
 

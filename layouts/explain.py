@@ -17,11 +17,14 @@ from layouts.plan import TransferPlan
 from layouts.routes import Route
 from layouts.words import align, counted, ranges
 
+_SHOWN_RANKS = 6
+"""Ranks of a shard that its name lists."""
+
 _SHOWN_SPANS = 2
 """Spans of positions a label names before it goes on with the last one."""
 
-ANSI_COLORS = (32, 208, 35, 199, 141, 178, 38, 167, 106, 245)
-"""Terminal colors (of 256) of source shards, in turn; a drawing has its own."""
+ANSI_COLORS = (208, 32, 71, 204, 141, 178, 38, 167, 106, 245)
+"""Terminal colors (of 256) of source shards, in turn, close to those of the drawing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,7 @@ def describe_idle(plan: TransferPlan) -> list[str]:
     replicas = [rank for rank in idle if plan.source.holdings[rank].shard in read_shards]
     empty = [rank for rank in idle if plan.source.holdings[rank].shard not in read_shards]
     if replicas:
-        lines.append(
-            f"replicas that nobody reads: source ranks {ranges(replicas)} (they release their blocks too)"
-        )
+        lines.append(f"replicas that nobody reads: source ranks {ranges(replicas)} (they release their blocks too)")
     if empty:
         lines.append(f"source ranks with no token to give: {ranges(empty)} (they release their blocks too)")
     needless = [rank for rank, tokens in enumerate(plan.num_tokens_to) if tokens == 0]
@@ -162,7 +163,8 @@ def _table(end: str, placement: Placement, giver: Interleave, plan: TransferPlan
     names = []
     for shard in range(own.num_shards):
         holders = [rank for rank, holding in enumerate(placement.holdings) if holding.shard == shard]
-        names.append(f"shard {shard} (rank{'s' if len(holders) > 1 else ''} {ranges(holders)})")
+        text = ranges(holders) if len(holders) <= _SHOWN_RANKS else f"{holders[0]} and {len(holders) - 1} others"
+        names.append(f"shard {shard} (rank{'s' if len(holders) > 1 else ''} {text})")
     title = f"{end}, {describe(placement)}"
     return Table(title, tuple(names), own.block_tokens, num_blocks, blocks, _pieces(own, giver, plan.start, stop))
 

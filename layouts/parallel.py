@@ -71,10 +71,11 @@ class Placement:
     def __post_init__(self) -> None:
         require_at_least(1, num_kv_heads=self.num_kv_heads, num_layers=self.num_layers, num_ranks=len(self.holdings))
         self._check_shards()
-        layers_of: dict[int, set[Span]] = {shard: set() for shard in range(self.interleave.num_shards)}
+        most = min(self.interleave.num_shards, self.num_ranks + 1)  # of more shards than ranks, one of these is empty
+        layers_of: dict[int, set[Span]] = {shard: set() for shard in range(most)}
         heads_of: dict[tuple[int, Span], set[Span]] = {}
         for holding in self.holdings:
-            layers_of[holding.shard].add(holding.layers)
+            layers_of.setdefault(holding.shard, set()).add(holding.layers)
             heads_of.setdefault((holding.shard, holding.layers), set()).add(holding.heads)
         for shard, spans in layers_of.items():
             _require_partition(f"layers held of shard {shard}", spans, self.num_layers)

@@ -117,20 +117,28 @@ class _Cut(NamedTuple):
 
 
 def _even_cuts(needs: Sequence[_Need], num_parts: int, block_tokens: int) -> list[_Cut]:
-    """Where to cut needs laid end to end so that the parts have equal bytes, but for a block.
+    """Where to cut needs laid end to end so that the largest part exceeds the smallest by a block at most.
 
-    Each cut goes to the end of a reader's need within half a block of its even place, which saves a route,
-    or else to the nearest block border; so no part is more than a block away from an equal share. Where the
-    largest part still exceeds the smallest by more than a block, cuts move to borders nearby.
+    Readers stay whole, an equal number for each part, if that is even enough. Otherwise each cut goes to the end
+    of a need within half a block of its even place, which saves a route, or else to the nearest block border; no
+    part is then more than a block away from an equal share. If two parts differ by more than a block all the same,
+    cuts move to borders nearby.
     """
     line = _Line(needs)
     evens = [part * line.num_entries // num_parts for part in range(1, num_parts)]
-    choices = [line.borders_near(even) for even in evens]
-    chosen = [
-        _nearest(even, borders, block_tokens * line.need_at(even).token_entries)
-        for even, borders in zip(evens, choices, strict=True)
-    ]
-    return _levelled(choices, chosen, line.num_entries, block_tokens * max(need.token_entries for need in needs))
+    block_entries = block_tokens * max(need.token_entries for need in needs)
+
+    def is_even(cuts: Sequence[_Cut]) -> bool:
+        sizes = _sizes([[cut] for cut in cuts], line.num_entries)
+        return max(sizes) - min(sizes) <= block_entries
+
+    whole = [line.start_of(-(-part * len(needs) // num_parts)) for part in range(1, num_parts)]
+    if is_even(whole):
+        return whole
+    nearest = [line.nearest(even, block_tokens) for even in evens]
+    if is_even(nearest):
+        return nearest
+    return _levelled([line.borders_near(even) for even in evens], line.num_entries, block_entries) or nearest
 
 
 class _Line:
@@ -145,22 +153,44 @@ class _Line:
     def num_entries(self) -> int:
         return self._ends[-1]
 
-    def need_at(self, entries: int) -> _Need:
-        return self._needs[bisect_right(self._ends, entries)]
+    def start_of(self, index: int) -> _Cut:
+        """Before a need, or behind the last one."""
+        return _Cut(self._start(index), index, 0)
 
-    def borders_near(self, entries: int) -> list[_Cut]:
-        """The last two block borders before a place and the next two, as far as its need has them."""
-        index = bisect_right(self._ends, entries)
-        need, start = self._needs[index], self._ends[index - 1] if index else 0
-        if entries == start:
-            return [_Cut(start, index, 0)]
+    def nearest(self, even: int, block_tokens: int) -> _Cut:
+        """The end of the need at a place if it is within half a block, else the nearest border, the later of two."""
+        index = bisect_right(self._ends, even)
+        if even == self._start(index):
+            return self.start_of(index)
+        block_entries = block_tokens * self._needs[index].token_entries
+
+        def distance(border: _Cut) -> tuple[bool, int, int]:
+            away = abs(border.entries - even)
+            return border.run > 0 or 2 * away > block_entries, away, -border.entries
+
+        return min(self._borders_in(index, even), key=distance)
+
+    def borders_near(self, even: int) -> list[_Cut]:
+        """The last two borders up to a place, and the next two."""
+        at = bisect_right(self._ends, even)
+        near = range(max(0, at - 2), min(at + 3, len(self._needs)))
+        borders = sorted({border for index in near for border in self._borders_in(index, even)})
+        after = bisect_right(borders, even, key=lambda border: border.entries)
+        return borders[max(0, after - 2) : after + 2]
+
+    def _borders_in(self, index: int, even: int) -> list[_Cut]:
+        """Of the borders of one need, the two on either side of a place, which may lie outside."""
+        need, start = self._needs[index], self._start(index)
         runs, tokens_before = self._borders_of(need.runs)
-        after = int(np.searchsorted(tokens_before, (entries - start) // need.token_entries, side="right"))
+        after = int(np.searchsorted(tokens_before, (even - start) // need.token_entries, side="right"))
         near = slice(max(0, after - 2), after + 2)
         return [
             _Cut(start + tokens * need.token_entries, *((index, run) if run < len(need.runs) else (index + 1, 0)))
             for run, tokens in zip(runs[near].tolist(), tokens_before[near].tolist(), strict=True)
         ]
+
+    def _start(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
 
     def _borders_of(self, runs: Runs) -> tuple[IntArray, IntArray]:
         if id(runs) not in self._borders:
@@ -168,25 +198,13 @@ class _Line:
         return self._borders[id(runs)]
 
 
-def _nearest(even: int, borders: Sequence[_Cut], block_entries: int) -> _Cut:
-    """The border to cut at: the end of a need within half a block, else the nearest, the later of two."""
-
-    def distance(border: _Cut) -> tuple[bool, int, int]:
-        away = abs(border.entries - even)
-        return border.run > 0 or 2 * away > block_entries, away, -border.entries
-
-    return min(borders, key=distance)
-
-
-def _levelled(choices: Sequence[Sequence[_Cut]], chosen: list[_Cut], total: int, block_entries: int) -> list[_Cut]:
-    """The chosen cuts if their parts are equal to within a block, else others that are, if there are any."""
-    if (sizes := _sizes([[cut] for cut in chosen], total)) and max(sizes) - min(sizes) <= block_entries:
-        return chosen
+def _levelled(choices: Sequence[Sequence[_Cut]], total: int, block_entries: int) -> list[_Cut]:
+    """Cuts, one of each choice, whose parts are equal to within a block; none if there are no such."""
     smallest = sorted(
         (size for size in set(_sizes(choices, total)) if size * (len(choices) + 1) <= total), reverse=True
     )
     paths = (_path(choices, total, least, least + block_entries) for least in smallest)
-    return next((path for path in paths if path), chosen)
+    return next((path for path in paths if path), [])
 
 
 def _sizes(choices: Sequence[Sequence[_Cut]], total: int) -> list[int]:

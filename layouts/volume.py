@@ -7,17 +7,22 @@ nothing here knows how many that is, nor any time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from layouts.interleave import IntArray, Interleave
 from layouts.parallel import Holding, ParallelLayout, Placement
 from layouts.plan import TransferPlan, plan_transfer
 from layouts.routes import Route
+from layouts.runs import ShardPair
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +30,10 @@ class RankVolume:
     """What one target rank receives.
 
     Listed blocks are those of its block table that positions start .. stop-1 touch on any shard; real ones get at
-    least one token on this rank. Messages are routes: source ranks it reads from. Segments are the pieces of one head
-    in one layer that are contiguous at both ends, where each (block, head) is one piece of memory and no two blocks
-    touch; memory that touches is merged later. Source blocks are those that hold a token it needs, of replicas one;
-    whole-block entries are what it would receive if those could only be moved whole.
+    least one token on this rank. Messages are routes: source ranks it reads from. Segments are what is contiguous at
+    both ends, of one head in one layer: consecutive slots of one block, where heads lie apart and no two blocks touch.
+    Where memory does touch they are merged later, so these are the most. Source blocks are those that hold a token it
+    needs, of replicas one; whole-block entries are what it would receive if those could only be moved whole.
     """
 
     rank: int
@@ -151,21 +156,14 @@ def predict_volume(
     Raises:
         ConfigError: KV heads or layers differ, or not 0 <= start <= stop.
     """
-    sides = plan_transfer(source, target, start, min(start, stop))  # moves nothing, or refuses as the plan would
-    source, target = sides.source, sides.target
+    source, target = (side.placement if isinstance(side, ParallelLayout) else side for side in (source, target))
+    same_cache = (source.num_kv_heads, source.num_layers) == (target.num_kv_heads, target.num_layers)
+    if not same_cache or not 0 <= start <= stop:
+        plan_transfer(source, target, start, stop)  # refuses, in its own words
     traffic = _traffic_between(source.interleave, target.interleave, start, stop)
-    givers = tuple(dict.fromkeys(source.holdings))
-    per_need: dict[Holding, list[_Received]] = {}
-    for need in target.holdings:
-        if need not in per_need:
-            per_need[need] = [
-                _Received(traffic[giver.shard, need.shard], heads.size * layers.size, 1)
-                for giver in givers
-                if (giver.shard, need.shard) in traffic
-                and (heads := giver.heads.intersect(need.heads)).size > 0
-                and (layers := giver.layers.intersect(need.layers)).size > 0
-            ]
-    return _volume(source, target, start, stop, [per_need[need] for need in target.holdings])
+    givers = dict.fromkeys(source.holdings)
+    by_need = {need: _needed(need, givers, traffic) for need in dict.fromkeys(target.holdings)}
+    return _volume(source, target, start, stop, [by_need[need] for need in target.holdings])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +172,7 @@ class _Traffic:
 
     num_tokens: int
     num_runs: int
+    num_segments: int
     num_source_blocks: int
 
 
@@ -186,10 +185,23 @@ class _Received:
     num_messages: int
 
 
+def _needed(need: Holding, givers: Iterable[Holding], traffic: Mapping[ShardPair, _Traffic]) -> list[_Received]:
+    """What a rank gets from each of the distinct source holdings."""
+    received = []
+    for giver in givers:
+        if (giver.shard, need.shard) in traffic:
+            heads, layers = giver.heads.intersect(need.heads), giver.layers.intersect(need.layers)
+            if heads.size > 0 and layers.size > 0:
+                received.append(_Received(traffic[giver.shard, need.shard], heads.size * layers.size, 1))
+    return received
+
+
 def _traffic_of(route: Route) -> _Traffic:
     """Counts one array of runs; its blocks ascend, as its positions do."""
-    changes = int(np.count_nonzero(np.diff(route.runs["source_block"])))
-    return _Traffic(route.num_tokens, len(route.runs), changes + 1)
+    runs = route.runs
+    ends = _Ends(*(runs[name] for name in _Ends._fields))
+    num_segments, num_blocks = (int(np.count_nonzero(new)) + 1 for new in (ends.new_segment(), ends.new_source_block()))
+    return _Traffic(route.num_tokens, len(runs), num_segments, num_blocks)
 
 
 def _joined(routes: list[Route], counted: dict[int, _Traffic]) -> _Traffic:
@@ -202,11 +214,12 @@ def _joined(routes: list[Route], counted: dict[int, _Traffic]) -> _Traffic:
     return _Traffic(
         sum(part.num_tokens for part in traffic),
         sum(part.num_runs for part in traffic),
+        sum(part.num_segments for part in traffic),
         sum(part.num_source_blocks for part in traffic) - num_cut,
     )
 
 
-def _traffic_between(source: Interleave, target: Interleave, start: int, stop: int) -> dict[tuple[int, int], _Traffic]:
+def _traffic_between(source: Interleave, target: Interleave, start: int, stop: int) -> dict[ShardPair, _Traffic]:
     """The traffic of each pair (source shard, target shard) that has any, from whole periods and what is left."""
     period = lcm(source.virtual_block_tokens, target.virtual_block_tokens)
     first_end = min(stop, -(-start // period) * period)
@@ -223,19 +236,46 @@ def _traffic_between(source: Interleave, target: Interleave, start: int, stop: i
 
 
 def _count_pairs(source: Interleave, target: Interleave, start: int, stop: int) -> IntArray:
-    """int64 [3, source shards, target shards]: tokens, runs and source blocks of start .. stop-1."""
+    """int64 [4, source shards, target shards]: the fields of `_Traffic` for start .. stop-1, inside one period."""
     shape = (source.num_shards, target.num_shards)
     if start >= stop:
-        return np.zeros((3, *shape), dtype=np.int64)
+        return np.zeros((4, *shape), dtype=np.int64)
     cuts = [np.arange(start - start % step, stop, step) for step in {source.run_tokens, target.run_tokens}]
     positions = np.unique(np.maximum(np.concatenate(cuts), start)).astype(np.int64)
-    source_shards, source_blocks, _ = source.locate(positions)
-    pairs = np.ravel_multi_index((source_shards, target.locate(positions)[0]), shape)
-    size = source.num_shards * target.num_shards
-    blocks = np.unique(source_blocks * size + pairs) % size
-    tokens = np.bincount(pairs, weights=np.diff(positions, append=stop), minlength=size).astype(np.int64)
-    runs, touched = np.bincount(pairs, minlength=size), np.bincount(blocks, minlength=size)
-    return np.stack([tokens, runs, touched]).reshape(3, *shape)
+    source_shards, *source_ends = source.locate(positions)
+    target_shards, *target_ends = target.locate(positions)
+    pairs = np.ravel_multi_index((source_shards, target_shards), shape)
+    order = np.argsort(pairs, kind="stable")
+    pairs, sizes = pairs[order], np.diff(positions, append=stop)[order]
+    source_block, source_slot, target_block, target_slot = (column[order] for column in (*source_ends, *target_ends))
+    ends = _Ends(source_block, source_slot, target_block, target_slot, sizes)
+    new_pair = np.diff(pairs, prepend=-1) != 0
+    parts = np.ones_like(new_pair), new_pair | ends.new_segment(), new_pair | ends.new_source_block()
+    tokens = np.bincount(pairs, weights=sizes, minlength=shape[0] * shape[1]).astype(np.int64)
+    counts = [np.bincount(pairs[part], minlength=len(tokens)) for part in parts]
+    return np.stack([tokens, *counts]).reshape(4, *shape)
+
+
+class _Ends(NamedTuple):
+    """Where ascending runs lie at both ends; int64 arrays of one size."""
+
+    source_block: IntArray
+    source_slot: IntArray
+    target_block: IntArray
+    target_slot: IntArray
+    num_tokens: IntArray
+
+    def new_source_block(self) -> BoolArray:
+        """Which runs are in another source block than the one before; the first has none before."""
+        return np.diff(self.source_block, prepend=self.source_block[:1]).astype(np.bool_)
+
+    def new_segment(self) -> BoolArray:
+        """Which runs do not go on, at both ends, where the one before stops; the first has none before."""
+        new = self.new_source_block()
+        new[1:] |= self.target_block[:-1] != self.target_block[1:]
+        for slot in (self.source_slot, self.target_slot):
+            new[1:] |= slot[:-1] + self.num_tokens[:-1] != slot[1:]
+        return new
 
 
 def _volume(source: Placement, target: Placement, start: int, stop: int, received: list[list[_Received]]) -> Volume:
@@ -257,7 +297,7 @@ def _volume(source: Placement, target: Placement, start: int, stop: int, receive
                 num_runs=sum(part.traffic.num_runs for part in parts),
                 num_entries=num_tokens * holding.heads.size * holding.layers.size,
                 num_messages=sum(part.num_messages for part in parts),
-                num_segments=sum(part.traffic.num_runs * part.num_tiles for part in parts),
+                num_segments=sum(part.traffic.num_segments * part.num_tiles for part in parts),
                 num_source_blocks=sum(part.traffic.num_source_blocks for part in parts),
                 num_whole_block_entries=sum(
                     part.traffic.num_source_blocks * num_source_tokens * part.num_tiles for part in parts

@@ -34,6 +34,8 @@ COLORS = (
 
 _KEPT, _EMPTY, _EDGE = "#dddddd", "#ffffff", "#444444"
 _MAX_SHARDS = 16
+_AXIS_CHARACTERS = 140
+"""Characters of a label that fit side by side into a table."""
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -102,22 +104,33 @@ def _wrapped(title: str) -> str:
 
 
 def _draw_group(axis: Any, pieces: list[Piece], block_tokens: int, num_blocks: int, verb: str) -> None:
-    """Pieces of one source shard side by side in a block, with one label."""
-    scale = 0.94 / block_tokens
-    first, last = pieces[0], pieces[-1]
+    """Pieces of one source shard side by side in a block, each with its label or all with one."""
+    slot_width = 0.94 / block_tokens
     for piece in pieces:
-        left = piece.block + 0.03 + piece.slot * scale
+        left = piece.block + 0.03 + piece.slot * slot_width
         color = COLORS[piece.source_shard % len(COLORS)] if piece.moved else _KEPT
-        axis.add_patch(Rectangle((left, piece.shard + 0.1), piece.num_tokens * scale, 0.8, fc=color, ec=_EDGE, lw=0.3))
-    left, width = first.block + 0.03 + first.slot * scale, (last.slot + last.num_tokens - first.slot) * scale
-    span = label([piece.position for piece in pieces], [piece.num_tokens for piece in pieces]).partition(" (")[0]
+        size = piece.num_tokens * slot_width, 0.8
+        axis.add_patch(Rectangle((left, piece.shard + 0.1), *size, fc=color, ec=_EDGE, lw=0.3))
+    slot_characters = slot_width / num_blocks * _AXIS_CHARACTERS
+    if all(len(_span([piece])) < piece.num_tokens * slot_characters for piece in pieces):
+        for piece in pieces:
+            _label_group(axis, [piece], slot_width, slot_characters, verb)
+    else:
+        _label_group(axis, pieces, slot_width, slot_characters, verb)
+
+
+def _label_group(axis: Any, pieces: list[Piece], slot_width: float, slot_characters: float, verb: str) -> None:
+    """The positions and the source shard, or the positions only, upright if need be, where there is room for them."""
+    first, last = pieces[0], pieces[-1]
+    num_slots = last.slot + last.num_tokens - first.slot
+    span = _span(pieces)
     text = f"{span}\n{verb} shard {first.source_shard}" if first.moved else f"{span}\nkept"
-    characters = width / num_blocks * 140
+    characters = num_slots * slot_characters
     fitting = [candidate for candidate in (text, span) if max(map(len, candidate.split("\n"))) < characters]
     box = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.75} if len(pieces) > 1 else None
     if fitting or characters > 1.5:
         axis.text(
-            left + width / 2,
+            first.block + 0.03 + (first.slot + num_slots / 2) * slot_width,
             first.shard + 0.5,
             fitting[0] if fitting else span,
             ha="center",
@@ -126,3 +139,7 @@ def _draw_group(axis: Any, pieces: list[Piece], block_tokens: int, num_blocks: i
             rotation=0 if fitting else 90,
             bbox=box,
         )
+
+
+def _span(pieces: list[Piece]) -> str:
+    return label([piece.position for piece in pieces], [piece.num_tokens for piece in pieces]).partition(" (")[0]

@@ -78,6 +78,6 @@ def _summary(plan: TransferPlan, cache: CacheSizes) -> list[str]:
         f"{cache.name}.",
         f"{counted(plan.stop, 'token')}, of which the target has {plan.start:,}: {counted(volume.num_runs, 'run')} "
         f"in {counted(volume.num_messages, 'message')}, {counted(moved, 'byte')}.",
-        f"{volume.num_empty_blocks:,} of {counted(volume.num_listed_blocks, 'listed block')} are empty and skipped; "
+        f"{counted(volume.num_listed_blocks, 'listed block')}, {volume.num_empty_blocks:,} of them empty and skipped; "
         f"whole source blocks would add {counted(padding, 'byte')} of padding.",
     ]

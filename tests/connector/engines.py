@@ -16,6 +16,7 @@ import torch
 from connector.consumer import Consumer
 from connector.jobs import StepWork
 from connector.lease import Offer
+from connector.pace import Pace
 from connector.producer import Producer
 from connector.prompt import digest
 from connector.stats import Counters, decode_key
@@ -151,7 +152,7 @@ class Node:
 def prefill_node(layout: ParallelLayout, transport: str, lease_s: float = 30, num_blocks: int = 64) -> Node:
     node = _node(layout, transport, num_blocks)
     counters = node.counters
-    node.producer = Producer("127.0.0.1", 0, lease_s, counters)
+    node.producer = Producer("127.0.0.1", 0, lease_s, counters, Pace())
     infos = [worker.register(node.caches.regions(worker.rank), _memory(node.caches, worker)) for worker in node.workers]
     placement = PlacementInfo.from_placement(layout.placement)
     node.producer.start(Manifest(node.producer.incarnation, cache_format(layout), placement, infos))
@@ -172,7 +173,7 @@ def decode_node(
         worker.start_reading(regions, read_timeout_s=20)
     placement = PlacementInfo.from_placement(layout.placement)
     node.consumer = Consumer(
-        ControlClient(), cache_format(layout, **format_changes), placement, open_timeout_s, node.counters
+        ControlClient(), cache_format(layout, **format_changes), placement, open_timeout_s, node.counters, Pace()
     )
     node.consumer.start()
     return node

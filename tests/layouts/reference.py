@@ -1,10 +1,10 @@
-"""Slow, obvious versions of the arithmetic: deal tokens one by one, expand plans entry by entry."""
+"""What a plan moves, entry by entry, for tests that count; `layouts.reference` has the laws."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layouts import Holding, Interleave, Placement, TransferPlan
+from layouts import Holding, Interleave, TransferPlan
 
 Entry = tuple[int, int, int, int]
 """(target rank, position, head, layer)"""
@@ -19,9 +19,7 @@ def deal(interleave: Interleave, num_tokens: int) -> list[tuple[int, int, int]]:
     places = []
     for position in range(num_tokens):
         shard = position // interleave.run_tokens % interleave.num_shards
-        places.append(
-            (shard, dealt[shard] // interleave.block_tokens, dealt[shard] % interleave.block_tokens)
-        )
+        places.append((shard, dealt[shard] // interleave.block_tokens, dealt[shard] % interleave.block_tokens))
         dealt[shard] += 1
     return places
 
@@ -31,18 +29,6 @@ def entries_of(holding: Holding) -> Iterator[tuple[int, int]]:
     for layer in range(*holding.layers):
         for head in range(*holding.heads):
             yield head, layer
-
-
-def needed(source: Placement, target: Placement, start: int, stop: int) -> dict[Entry, Ends]:
-    """Everything the target ranks need, with the places it has at both ends."""
-    at_source, at_target = deal(source.interleave, stop), deal(target.interleave, stop)
-    return {
-        (rank, position, head, layer): (at_source[position][1:], at_target[position][1:])
-        for rank, holding in enumerate(target.holdings)
-        for position in range(start, stop)
-        if at_target[position][0] == holding.shard
-        for head, layer in entries_of(holding)
-    }
 
 
 def moved(plan: TransferPlan) -> dict[Entry, Ends]:
@@ -61,32 +47,3 @@ def moved(plan: TransferPlan) -> dict[Entry, Ends]:
                     assert entry not in entries and (head, layer) in given
                     entries[entry] = ends
     return entries
-
-
-def num_runs(source: Interleave, target: Interleave, start: int, stop: int) -> int:
-    """The least number of runs: a token joins its predecessor's if it follows in the block at both ends."""
-    at_source, at_target = deal(source, stop), deal(target, stop)
-    continued = sum(
-        _follows(at_source[position - 1], at_source[position])
-        and _follows(at_target[position - 1], at_target[position])
-        for position in range(start + 1, stop)
-    )
-    return stop - start - continued
-
-
-def _follows(before: tuple[int, int, int], after: tuple[int, int, int]) -> bool:
-    return before[:2] == after[:2] and before[2] + 1 == after[2]
-
-
-def assert_spread(plan: TransferPlan) -> None:
-    """No replica gives more than one reader's share above another one."""
-    given = [0] * plan.source.num_ranks
-    largest: dict[Holding, int] = {}
-    for route in plan.routes:
-        share = route.num_tokens * route.heads.size * route.layers.size
-        holding = plan.source.holdings[route.source_rank]
-        given[route.source_rank] += share
-        largest[holding] = max(share, largest.get(holding, 0))
-    for holding, share in largest.items():
-        of_replicas = [given[rank] for rank, other in enumerate(plan.source.holdings) if other == holding]
-        assert max(of_replicas) - min(of_replicas) <= share

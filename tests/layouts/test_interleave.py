@@ -1,8 +1,6 @@
-"""Laws of `Interleave` over the whole small domain, and the published vectors."""
+"""Laws of `Interleave` at random, and the published vectors. The small domain is in `test_laws.py`."""
 
 from __future__ import annotations
-
-from itertools import product
 
 import numpy as np
 import pytest
@@ -10,42 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layouts import ConfigError, Interleave
-from tests.layouts.reference import deal
-
-
-def small_interleaves() -> list[Interleave]:
-    sizes = product(range(1, 6), range(1, 9), range(1, 9))
-    return [
-        Interleave(shards, tokens, block)
-        for shards, tokens, block in sizes
-        if shards == 1 or block % tokens == 0
-    ]
 
 
 @st.composite
 def interleaves(draw: st.DrawFn, most: int = 128) -> Interleave:
     tokens = draw(st.integers(1, most))
     return Interleave(draw(st.integers(1, most)), tokens, tokens * draw(st.integers(1, most)))
-
-
-@pytest.mark.parametrize("interleave", small_interleaves(), ids=str)
-def test_matches_dealing_tokens_one_by_one(interleave: Interleave) -> None:
-    num_tokens = 3 * interleave.virtual_block_tokens + 1
-    places = deal(interleave, num_tokens)
-    assert [interleave.locate(position) for position in range(num_tokens)] == places
-    assert len(set(places)) == num_tokens
-    for position, place in enumerate(places):
-        assert interleave.owner(position) == place[0]
-        assert interleave.position(*place) == position
-    for count in range(num_tokens + 1):
-        blocks: list[set[int]] = [set() for _ in range(interleave.num_shards)]
-        for shard, block, _ in places[:count]:
-            blocks[shard].add(block)
-        owners = [shard for shard, _, _ in places[:count]]
-        for shard in range(interleave.num_shards):
-            assert interleave.num_local_tokens(count, shard) == owners.count(shard)
-            assert interleave.num_local_blocks(count, shard) == len(blocks[shard])
-        assert interleave.num_virtual_blocks(count) == len(set().union(*blocks))
 
 
 @settings(deadline=None)
@@ -65,23 +33,17 @@ def test_position_inverts_locate(interleave: Interleave, positions: list[int]) -
 def test_counts_sum_to_the_tokens(interleave: Interleave, num_tokens: int) -> None:
     counts = [interleave.num_local_tokens(num_tokens, shard) for shard in range(interleave.num_shards)]
     assert sum(counts) == num_tokens
-    arrays = [
-        interleave.num_local_tokens(np.array([num_tokens]), shard) for shard in range(interleave.num_shards)
-    ]
+    arrays = [interleave.num_local_tokens(np.array([num_tokens]), shard) for shard in range(interleave.num_shards)]
     assert np.concatenate(arrays).tolist() == counts
 
 
 @settings(deadline=None)
 @given(interleaves(most=6), st.data())
-def test_slot_mappings_of_the_shards_partition_the_positions(
-    interleave: Interleave, data: st.DataObject
-) -> None:
+def test_slot_mappings_of_the_shards_partition_the_positions(interleave: Interleave, data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 3))
     table = data.draw(st.lists(st.integers(0, 10**6), min_size=num_blocks, max_size=num_blocks, unique=True))
     positions = np.arange(num_blocks * interleave.virtual_block_tokens)
-    slots = np.stack(
-        [interleave.slot_mapping(positions, table, shard) for shard in range(interleave.num_shards)]
-    )
+    slots = np.stack([interleave.slot_mapping(positions, table, shard) for shard in range(interleave.num_shards)])
     assert slots.dtype == np.int64
     assert ((slots >= 0).sum(axis=0) == 1).all()
     every_slot = np.sort(
@@ -126,9 +88,7 @@ def test_published_counts_and_owners() -> None:
     assert [Interleave(2, 1, 16).num_local_tokens(17, shard) for shard in range(2)] == [9, 8]
     assert (Interleave(4, 4, 4).owner(20), Interleave(4, 4, 4).owner(27)) == (1, 2)
     assert Interleave(2, 16, 16).num_virtual_blocks(32) == 1
-    touched = [
-        sum(Interleave(4, tokens, 16).num_local_blocks(16, shard) for shard in range(4)) for tokens in (1, 16)
-    ]
+    touched = [sum(Interleave(4, tokens, 16).num_local_blocks(16, shard) for shard in range(4)) for tokens in (1, 16)]
     assert touched == [4, 1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ def test_shards_of_the_older_meaning_of_pcp() -> None:
     assert shards(tp=2, pcp=3, mla=True, pcp_shards_kv=True) == [0, 0, 1, 1, 2, 2]
     assert ParallelLayout(tp=4, pcp=2, dcp=2, mla=True, pcp_shards_kv=True).num_shards == 4
     assert shards(tp=4, dcp=2, mla=True, pcp_shards_kv=True) == shards(tp=4, dcp=2, mla=True)
+
+
+def test_cache_groups_that_are_not_sharded() -> None:
+    """Sliding-window and state layers: one shard, the same heads, replicas where others have shards."""
+    for sizes in ({"tp": 8, "dcp": 4}, {"tp": 4, "pcp": 2, "dcp": 4, "pcp_shards_kv": True}):
+        full = ParallelLayout(num_kv_heads=1, interleave_tokens=8, **sizes)
+        group = replace(full, dcp_sharded=False)
+        assert group.num_shards == 1 and group.placement.interleave == Interleave(1, 8, 16)
+        assert [replace(held, shard=0) for held in full.placement.holdings] == list(group.placement.holdings)
+    assert shards(tp=4, dcp=4, num_kv_heads=4, dcp_sharded=False) == [0] * 4  # the rule DCP x heads <= TP is not theirs
 
 
 def test_heads_below_at_and_above_the_number_of_kv_heads() -> None:
@@ -101,6 +112,7 @@ def test_accepts_groups_that_share_their_heads(sizes: dict[str, Any]) -> None:
         ({"tp": 0}, ["tp: got 0", "at least 1"]),
         ({"pp": -1}, ["pp: got -1"]),
         ({"num_layers": 0}, ["num_layers: got 0"]),
+        ({"tp": 4, "dcp": 3, "mla": True, "dcp_sharded": False}, ["tp=4", "got 3", "1, 2, 4"]),
         ({"tp": 4, "dcp": 3, "mla": True}, ["tp=4", "got 3", "1, 2, 4"]),
         ({"tp": 4, "pcp": 2, "dcp": 4, "mla": True}, ["tp=4", "pcp=2", "got 4", "1, 2, 8"]),
         ({"tp": 3, "num_kv_heads": 8}, ["num_kv_heads=8", "got 3", "1, 2, 4, 8"]),

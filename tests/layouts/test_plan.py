@@ -1,43 +1,14 @@
-"""`plan_transfer`: the published vectors, and a token-by-token reference over the small domain and beyond."""
+"""`plan_transfer`: the published vectors, cache groups and refusals. Its laws are in `test_laws.py`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from layouts import (
-    RUN_DTYPE,
-    ConfigError,
-    Holding,
-    Interleave,
-    ParallelLayout,
-    Placement,
-    PlanError,
-    Route,
-    Span,
-    TransferPlan,
-    plan_transfer,
-)
-from tests.layouts.reference import assert_spread, moved, needed, num_runs
-
-
-def sharded(num_shards: int, interleave_tokens: int, block_tokens: int) -> ParallelLayout:
-    """One rank per shard, one head, one layer: a layout of the vectors, written W, I, B."""
-    return ParallelLayout(
-        tp=num_shards,
-        dcp=num_shards,
-        mla=True,
-        interleave_tokens=interleave_tokens,
-        block_tokens=block_tokens,
-    )
+from layouts import RUN_DTYPE, ConfigError, ParallelLayout, Span, TransferPlan, plan_transfer
+from tests.layouts.domain import sharded
 
 
 def all_runs(plan: TransferPlan) -> list[tuple[int, ...]]:
@@ -170,133 +141,13 @@ def test_mla_replicas_each_read_another_replica() -> None:
     assert plan.num_readers_of == (2,) * 8
 
 
-# --- replicas ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source_tp", "target_tp", "readers"),
-    [(8, 8, (1,) * 8), (8, 2, (1, 1, 0, 0, 0, 0, 0, 0)), (2, 8, (4, 4)), (3, 4, (2, 1, 1))],
-)
-def test_readers_go_round_the_replicas(source_tp: int, target_tp: int, readers: tuple[int, ...]) -> None:
-    plan = plan_transfer(
-        ParallelLayout(tp=source_tp, mla=True), ParallelLayout(tp=target_tp, mla=True), 0, 40
-    )
-    assert plan.num_readers_of == readers
-    assert plan.readers == tuple(range(target_tp))
+# --- both ends, and what is shared ---------------------------------------------------------------------
 
 
 def test_routes_that_move_the_same_tokens_share_their_runs() -> None:
     plan = plan_transfer(ParallelLayout(tp=2, mla=True), ParallelLayout(tp=8, mla=True), 0, 1000)
     assert len({id(route.runs) for route in plan.routes}) == 1
     assert not plan.routes[0].runs.flags.writeable
-
-
-# --- the whole small domain ----------------------------------------------------------------------------
-
-
-def assert_exact(source: Placement, target: Placement, start: int, stop: int) -> TransferPlan:
-    plan = plan_transfer(source, target, start, stop)
-    assert moved(plan) == needed(source, target, start, stop)
-    assert_spread(plan)
-    assert plan.readers == tuple(rank for rank, tokens in enumerate(plan.num_tokens_to) if tokens)
-    return plan
-
-
-def small_interleaves() -> list[ParallelLayout]:
-    sizes = product((1, 2, 3, 4), (1, 2, 3, 4, 6), (1, 2, 4, 6))
-    return [
-        sharded(shards, tokens, block)
-        for shards, tokens, block in sizes
-        if block % tokens == 0 and (shards > 1 or tokens == 1)
-    ]
-
-
-@pytest.mark.parametrize("source", small_interleaves(), ids=lambda layout: str(layout.interleave))
-def test_every_small_pair_of_interleaves(source: ParallelLayout) -> None:
-    for target in small_interleaves():
-        for start, stop in ((0, 29), (5, 23), (0, 1)):
-            plan = assert_exact(source.placement, target.placement, start, stop)
-            least = num_runs(source.interleave, target.interleave, start, stop)
-            assert sum(len(route.runs) for route in plan.routes) == least
-
-
-def small_layouts(num_kv_heads: int) -> Iterator[Placement]:
-    for tp, pcp, dcp, pp, older in product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2), (False, True)):
-        try:
-            layout = ParallelLayout(
-                tp=tp,
-                pcp=pcp,
-                dcp=dcp,
-                pp=pp,
-                num_kv_heads=num_kv_heads,
-                interleave_tokens=1 + tp % 2,
-                block_tokens=2 * pp,
-                num_layers=2,
-                pcp_shards_kv=older,
-            )
-        except ConfigError:
-            continue
-        if pcp > 1 or not older:
-            yield layout.placement
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_every_small_pair_of_parallel_sizes(num_kv_heads: int) -> None:
-    placements = list(small_layouts(num_kv_heads))
-    assert len(placements) >= 12
-    for source, target in product(placements, repeat=2):
-        assert_exact(source, target, 1, 10)
-
-
-# --- beyond it -----------------------------------------------------------------------------------------
-
-
-@st.composite
-def layouts(draw: st.DrawFn, num_kv_heads: int, num_layers: int) -> ParallelLayout:
-    interleave_tokens = draw(st.integers(1, 8))
-    sizes: dict[str, Any] = {
-        "tp": num_kv_heads * draw(st.sampled_from((1, 2, 3, 4, 6))),
-        "pcp": draw(st.sampled_from((1, 1, 2, 3))),
-        "pp": draw(st.integers(1, min(3, num_layers))),
-        "num_kv_heads": num_kv_heads,
-        "num_layers": num_layers,
-        "interleave_tokens": interleave_tokens,
-        "block_tokens": interleave_tokens * draw(st.integers(1, 5)),
-        "pcp_shards_kv": draw(st.booleans()),
-    }
-    candidates = []
-    for dcp in sorted({1, 2, 3, 4, 6, sizes["pcp"], sizes["tp"] * sizes["pcp"]}):
-        try:
-            candidates.append(ParallelLayout(dcp=dcp, **sizes))
-        except ConfigError:
-            continue
-    return draw(st.sampled_from(candidates))
-
-
-@st.composite
-def transfers(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, int, int]:
-    heads, num_layers = draw(st.sampled_from((1, 2, 3))), draw(st.integers(1, 4))
-    stop = draw(st.integers(0, 120))
-    source, target = draw(layouts(heads, num_layers)), draw(layouts(heads, num_layers))
-    return source, target, draw(st.integers(0, stop)), stop
-
-
-@settings(deadline=None, max_examples=80)
-@given(transfers())
-def test_larger_layouts(transfer: tuple[ParallelLayout, ParallelLayout, int, int]) -> None:
-    source, target, start, stop = transfer
-    assert_exact(source.placement, target.placement, start, stop)
-
-
-@settings(deadline=None, max_examples=40)
-@given(transfers(), st.randoms(use_true_random=False))
-def test_tables_in_any_order_of_ranks(
-    transfer: tuple[ParallelLayout, ParallelLayout, int, int], random: Any
-) -> None:
-    source, target, start, stop = transfer
-    shuffled = list(source.placement.holdings)
-    random.shuffle(shuffled)
-    assert_exact(replace(source.placement, holdings=tuple(shuffled)), target.placement, start, stop)
 
 
 def test_plans_are_equal_on_both_ends() -> None:
@@ -329,7 +180,17 @@ def test_nothing_to_move() -> None:
     assert plan.num_readers_of == (0,) * 4 and plan.num_tokens_to == (0, 0)
 
 
-# --- refusals and proof --------------------------------------------------------------------------------
+def test_each_cache_group_has_its_own_plan() -> None:
+    """Full attention is sharded by 2 and by 4; sliding window layers are not, so every rank has all positions."""
+    full = ParallelLayout(tp=8, dcp=4, num_kv_heads=2, num_layers=10, interleave_tokens=16)
+    sliding = replace(full, dcp_sharded=False, num_layers=50)
+    source, target = [replace(group, tp=4, dcp=2) for group in (full, sliding)], [full, sliding]
+    plans = [plan_transfer(p, d, 0, 256) for p, d in zip(source, target, strict=True)]
+    assert plans[0].num_tokens_to == (64,) * 8 and plans[1].num_tokens_to == (256,) * 8
+    assert plans[0].num_readers_of == (2,) * 4 and plans[1].num_readers_of == (2,) * 4
+
+
+# --- refusals ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,58 +205,3 @@ def test_nothing_to_move() -> None:
 def test_refusals(target: ParallelLayout, start: int, stop: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_transfer(ParallelLayout(), target, start, stop)
-
-
-def broken(route: Route, **fields: int) -> Route:
-    """The route with other values in its first run."""
-    runs = route.runs.copy()
-    for name, value in fields.items():
-        runs[name][0] = value
-    return replace(route, runs=runs)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda routes: routes[1:],
-        lambda routes: [*routes, routes[0]],
-        lambda routes: [replace(routes[0], source_rank=-1), *routes[1:]],
-        lambda routes: [replace(routes[0], target_rank=9), *routes[1:]],
-        lambda routes: [replace(routes[0], source_rank=1), *routes[1:]],
-        lambda routes: [replace(routes[0], heads=Span(0, 2)), *routes[1:]],
-        lambda routes: [replace(routes[0], heads=Span(0, 0)), *routes[1:]],
-        lambda routes: [replace(routes[0], layers=Span(0, 1)), *routes[1:]],
-        lambda routes: [replace(routes[0], runs=routes[0].runs[:0]), *routes[1:]],
-        lambda routes: [replace(routes[0], runs=routes[0].runs[:-1]), *routes[1:]],
-        lambda routes: [replace(routes[0], runs=routes[0].runs[::-1]), *routes[1:]],
-        lambda routes: [broken(routes[0], num_tokens=1), *routes[1:]],
-        lambda routes: [broken(routes[0], num_tokens=0), *routes[1:]],
-        lambda routes: [broken(routes[0], num_tokens=3), *routes[1:]],
-        lambda routes: [broken(routes[0], source_slot=1), *routes[1:]],
-        lambda routes: [broken(routes[0], target_slot=1), *routes[1:]],
-        lambda routes: [broken(routes[0], source_block=1), *routes[1:]],
-        lambda routes: [broken(routes[0], target_block=-1), *routes[1:]],
-        lambda routes: [broken(routes[0], position=2), *routes[1:]],
-        lambda routes: [broken(routes[0], position=16, source_block=2, target_block=2), *routes[1:]],
-    ],
-)
-def test_a_plan_that_is_wrong_does_not_construct(spoil: Any) -> None:
-    interleave = Interleave(2, 2, 4)
-    holdings = tuple(Holding(shard, Span(0, 1), Span(0, 2)) for shard in (0, 1))
-    placement = Placement(interleave, holdings, num_kv_heads=1, num_layers=2)
-    plan = plan_transfer(placement, placement, 0, 16)
-    with pytest.raises(PlanError):
-        replace(plan, routes=tuple(spoil(list(plan.routes))))
-
-
-def test_cost_grows_with_runs_and_not_with_tokens_or_ranks() -> None:
-    """1,048,576 tokens, 61 layers, 8 to 4 shards: milliseconds, with room for a busy machine."""
-    source = ParallelLayout(tp=8, dcp=8, mla=True, interleave_tokens=64, block_tokens=64, num_layers=61)
-    target = replace(source, tp=64, dcp=4)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        plan = plan_transfer(source, target, 0, 1 << 20)
-        seconds.append(time.perf_counter() - began)
-    assert len({id(route.runs) for route in plan.routes}) == 8
-    assert min(seconds) < 0.15

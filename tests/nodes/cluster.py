@@ -16,13 +16,17 @@ from typing import Any
 
 from examples.nodes import CPU_NODE_ENV, Node, free_ports
 
-READY_TIMEOUT_S = 180
+READY_TIMEOUT_S = 400
 NUM_OUTPUT_TOKENS = 8
+HEAD_SIZE = 32
+LEASE_S = 5.0
+MAX_BATCHED_TOKENS = 64
+"""Longer prompts are prefilled in chunks."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flags of one node."""
+    """The flags of one node. `policy` is its kv_load_failure_policy; `plain` means vLLM without any plugin."""
 
     kv_heads: int = 1
     tp: int = 1
@@ -30,6 +34,8 @@ class Layout:
     dcp: int = 1
     block: int = 16
     interleave: int = 16
+    policy: str = "recompute"
+    plain: bool = False
 
     @property
     def virtual_block(self) -> int:
@@ -44,6 +50,18 @@ class Layout:
             *("--cp-kv-cache-interleave-size", str(self.interleave)),
         ]
 
+    def __str__(self) -> str:
+        kind = "plain" if self.plain else "weave"
+        return (
+            f"{kind}-h{self.kv_heads}-tp{self.tp}-pcp{self.pcp}-dcp{self.dcp}-b{self.block}-i{self.interleave}"
+            f"-{self.policy}"
+        )
+
+
+def plain_node(kv_heads: int) -> Layout:
+    """One rank of stock vLLM, whose CPU attention wants blocks of 32."""
+    return Layout(kv_heads=kv_heads, block=32, interleave=32, plain=True)
+
 
 @dataclass
 class Answer:
@@ -54,7 +72,7 @@ class Answer:
     params: dict[str, Any] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class VllmNode:
     """One vLLM server over HTTP."""
 
@@ -149,40 +167,30 @@ class VllmNode:
             raise AssertionError(f"{self.node.name} answered {error.code}: {error.read().decode()[:500]}") from error
 
 
-def make_node(
-    name: str,
-    model: Path,
-    layout: Layout,
-    log_dir: Path,
-    *,
-    role: str | None = "kv_both",
-    policy: str = "recompute",
-    extra_config: dict[str, Any] | None = None,
-    flags: Sequence[str] = (),
-    num_blocks: int = 400,
-) -> VllmNode:
-    """A node that is not started yet. `role` None: plain vLLM, without any plugin."""
+def make_node(model: Path, layout: Layout, log_dir: Path) -> VllmNode:
+    """A node that is not started yet."""
     (port,) = free_ports(1)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "m", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
         *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"),
-        *("--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", "16"),
+        *("--num-gpu-blocks-override", "400", "--max-num-seqs", "16"),
+        *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
         *layout.flags(),
-        *flags,
     ]
     env = dict(CPU_NODE_ENV) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    if role is None:
+    if layout.plain:
         env["VLLM_PLUGINS"] = ""
     else:
         config = {
             "kv_connector": "WeaveConnector",
-            "kv_role": role,
-            "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"model_id": model.name} | (extra_config or {}),
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": layout.policy,
+            "kv_connector_extra_config": {"model_id": model.name, "lease_s": LEASE_S},
         }
         command += ["--kv-transfer-config", json.dumps(config)]
     url = f"http://127.0.0.1:{port}"
+    name = str(layout)
     return VllmNode(Node(name, command, env, log_dir / f"{name}.log", url=url), url, layout)
 
 

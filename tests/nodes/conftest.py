@@ -1,4 +1,4 @@
-"""Nodes shared by the tests of a module: started when first needed, a few at a time, always stopped."""
+"""Nodes shared by all tests here: started when first needed, a few at a time, always stopped."""
 
 from __future__ import annotations
 
@@ -8,62 +8,55 @@ from pathlib import Path
 import pytest
 
 from examples.nodes import stop_all, wait_all_ready
-from tests.nodes.cluster import READY_TIMEOUT_S, Layout, VllmNode, make_node
+from tests.nodes.cluster import HEAD_SIZE, READY_TIMEOUT_S, Layout, VllmNode, make_node
 from tests.tiny_model import write_tiny_llama
 
-MAX_ALIVE = 4
-HEAD_SIZE = 32
+MAX_ALIVE = 6
 
 
 class Farm:
-    """Starts nodes by name, keeps the most recently used ones alive."""
+    """Starts nodes by layout and keeps the most recently used ones alive."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._alive: dict[str, VllmNode] = {}
+        self._alive: dict[Layout, VllmNode] = {}
 
-    def model(self, kv_heads: int) -> Path:
-        path = self._directory / f"tiny-{kv_heads}-kv-heads"
-        return path if path.exists() else write_tiny_llama(path, num_kv_heads=kv_heads, head_size=HEAD_SIZE)
+    def get(self, *layouts: Layout) -> list[VllmNode]:
+        """Ready nodes for the layouts, in order. New ones start side by side."""
+        fresh = [layout for layout in dict.fromkeys(layouts) if layout not in self._alive]
+        self._make_room(set(layouts), len(fresh))
+        for layout in fresh:
+            self._alive[layout] = self.make(layout)
+            self._alive[layout].node.start()
+        wait_all_ready([self._alive[layout].node for layout in fresh], READY_TIMEOUT_S)
+        for layout in layouts:
+            self._alive[layout] = self._alive.pop(layout)
+        return [self._alive[layout] for layout in layouts]
 
-    def get(self, *layouts: Layout | tuple[str, Layout]) -> list[VllmNode]:
-        """Ready nodes for the layouts, in order; ("plain", layout) is a node of plain vLLM."""
-        wanted = {self._name(layout): layout for layout in layouts}
-        fresh = [self._make(name, layout) for name, layout in wanted.items() if name not in self._alive]
-        self._make_room(set(wanted))
-        for node in fresh:
-            node.node.start()
-            self._alive[node.node.name] = node
-        wait_all_ready([node.node for node in fresh], READY_TIMEOUT_S)
-        for name in wanted:
-            self._alive[name] = self._alive.pop(name)
-        return [self._alive[self._name(layout)] for layout in layouts]
+    def make(self, layout: Layout) -> VllmNode:
+        """A node of the farm's model that is not started and not owned by the farm."""
+        model = self._directory / f"tiny-{layout.kv_heads}-kv-heads"
+        if not model.exists():
+            write_tiny_llama(model, num_kv_heads=layout.kv_heads, head_size=HEAD_SIZE)
+        return make_node(model, layout, self._directory / "logs")
 
-    def stop(self, *nodes: VllmNode) -> None:
-        stop_all([node.node for node in nodes])
-        for node in nodes:
-            del self._alive[node.node.name]
+    def stop(self, layout: Layout) -> None:
+        stop_all([self._alive.pop(layout).node])
+
+    def kill(self, layout: Layout) -> None:
+        """End a node as a crash would."""
+        self._alive.pop(layout).node.kill()
 
     def close(self) -> None:
         stop_all([node.node for node in self._alive.values()])
 
-    def _make(self, name: str, layout: Layout | tuple[str, Layout]) -> VllmNode:
-        plain = isinstance(layout, tuple)
-        flags = layout[1] if isinstance(layout, tuple) else layout
-        role = None if plain else "kv_both"
-        return make_node(name, self.model(flags.kv_heads), flags, self._directory / "logs", role=role)
-
-    def _make_room(self, wanted: set[str]) -> None:
-        idle = [name for name in self._alive if name not in wanted]
-        for name in idle[: max(0, len(self._alive.keys() | wanted) - MAX_ALIVE)]:
-            self.stop(self._alive[name])
-
-    def _name(self, layout: Layout | tuple[str, Layout]) -> str:
-        kind, flags = layout if isinstance(layout, tuple) else ("weave", layout)
-        return f"{kind}-h{flags.kv_heads}-tp{flags.tp}-pcp{flags.pcp}-dcp{flags.dcp}-b{flags.block}-i{flags.interleave}"
+    def _make_room(self, wanted: set[Layout], num_new: int) -> None:
+        idle = [layout for layout in self._alive if layout not in wanted]
+        for layout in idle[: max(0, len(self._alive) + num_new - MAX_ALIVE)]:
+            self.stop(layout)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
     farm = Farm(tmp_path_factory.mktemp("nodes"))
     try:
