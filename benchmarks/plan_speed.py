@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from layouts import ParallelLayout, TransferPlan, plan_transfer
+from layouts.commands.options import integer
 
 TOKEN_BYTES = 576 * 2  # one MLA latent in bfloat16
 SOURCE = ParallelLayout(tp=8, dcp=8, mla=True, interleave_tokens=64, block_tokens=64, num_layers=61)
@@ -68,9 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_speed", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the goals")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    parser.add_argument(
-        "--repetitions", type=int, default=9, choices=range(7, 1000), metavar="N", help="at least 7 (9)"
-    )
+    parser.add_argument("--repetitions", type=integer(7, 1000), default=9, metavar="N", help="at least 7 (9)")
     options = parser.parse_args(arguments)
     configuration = {
         "source": str(SOURCE),

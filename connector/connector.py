@@ -27,7 +27,7 @@ from connector.consumer import Consumer
 from connector.jobs import StepWork
 from connector.lease import Offer
 from connector.metrics import WeavePromMetrics, WeaveStats
-from connector.pace import Pace, favour_short_threads
+from connector.pace import Pace, favour_short_threads, sleep_instead_of_spinning
 from connector.params import wants_remote_decode
 from connector.producer import Producer
 from connector.prompt import digest_of
@@ -81,6 +81,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._counters = Counters()
         self._pace = Pace()
         favour_short_threads()
+        sleep_instead_of_spinning()
         self._worker: Worker | None = None
         self._handshake: WeaveHandshake | None = None
         self._producer: Producer | None = None

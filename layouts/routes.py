@@ -92,8 +92,10 @@ def _needs_from(
 ) -> Iterator[_Need]:
     for target_rank, need in enumerate(target.holdings):
         pair = (holding.shard, need.shard)
+        if pair not in runs:
+            continue
         heads, layers = holding.heads.intersect(need.heads), holding.layers.intersect(need.layers)
-        if pair in runs and heads.size > 0 and layers.size > 0:
+        if heads.size > 0 and layers.size > 0:
             yield _Need(target_rank, heads, layers, runs[pair], num_tokens[pair])
 
 
