@@ -206,20 +206,16 @@ class ParallelLayout:
         return self.dcp if self.pcp_shards_kv else max(1, self.dcp // self.pcp)
 
     def _check_context_parallel(self) -> None:
-        if self.pcp > 1 and not self.pcp_shards_kv:
-            sizes = sorted({1, self.pcp, self.tp * self.pcp})
-            if self.dcp not in sizes:
-                raise config_error(
-                    f"dcp with tp={self.tp} and pcp={self.pcp}",
-                    got=self.dcp,
-                    allowed=f"1, PCP or TP * PCP, here {listed(sizes)}",
-                    remedy="Choose one of these, or set pcp=1.",
-                )
-        elif self.tp % self.dcp:
+        """A group is part of one PCP axis, or whole PCP axes of ranks that follow each other. (vLLM 0.32 itself starts
+        only 1, PCP and TP * PCP where PCP > 1.)"""
+        pcp = 1 if self.pcp_shards_kv else self.pcp
+        sizes = sorted({*divisors(pcp), *(pcp * size for size in divisors(self.tp))})
+        if self.dcp not in sizes:
+            allowed = "the divisors of tp" if pcp == 1 else "the divisors of PCP, and PCP times those of TP"
             raise config_error(
-                f"dcp with tp={self.tp}",
+                f"dcp with tp={self.tp}" + (f" and pcp={pcp}" if pcp > 1 else ""),
                 got=self.dcp,
-                allowed=f"the divisors of tp, {listed(divisors(self.tp))}",
+                allowed=f"{allowed}, {listed(sizes)}",
                 remedy="Choose one of these, or make tp a multiple of dcp.",
             )
 
@@ -248,8 +244,8 @@ class ParallelLayout:
         """The tensor parallel ranks of one context parallel group hold different heads."""
         dcp_sizes = list(divisors(self._num_head_replicas))
         raise_tp = f", or raise tp to a multiple of {self._group_tp_ranks * self.num_kv_heads}"
-        if self.pcp > 1 and not self.pcp_shards_kv:  # W = TP * PCP grows with tp
-            dcp_sizes, raise_tp = [1, self.pcp], ""
+        if self.pcp > 1 and not self.pcp_shards_kv:  # dcp counts PCP ranks too
+            dcp_sizes, raise_tp = [1, *(self.pcp * size for size in dcp_sizes)], ""
         return config_error(
             f"dcp with tp={self.tp}, pcp={self.pcp}, num_kv_heads={self.num_kv_heads}",
             got=self.dcp,

@@ -57,12 +57,12 @@ def test_plan_names_the_ranks_that_take_no_part(capsys: pytest.CaptureFixture[st
     assert "target ranks that need nothing: 2..3 (nobody waits for them)" in output_of(capsys, *needless)
 
 
-def test_the_example_of_the_older_pcp_meaning_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_pcp_meanings_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     out = output_of(capsys, *ISSUE_EXAMPLE)
-    assert "note: --source exists only where PCP shards the KV cache too" in out
-    assert "source ranks with no token to give: 10..15" in out
-    said = [argument.replace("dcp=8", "dcp=8,pcp_shards_kv=1") for argument in ISSUE_EXAMPLE]
-    assert out.partition("\n")[2] == output_of(capsys, *said)
+    older = output_of(capsys, *[argument.replace("dcp=8", "dcp=8,pcp_shards_kv=1") for argument in ISSUE_EXAMPLE])
+    assert "rank 8 (shard 1) " in out
+    assert "rank 8 (shard 8) " in older
+    assert "source ranks with no token to give: 10..15" in older
 
 
 def test_plan_in_color_paints_both_tables_alike() -> None:

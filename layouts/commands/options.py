@@ -65,31 +65,20 @@ def cache_sizes(options: argparse.Namespace) -> CacheSizes:
     return CacheSizes(options.kv_heads or 8, layers, 2 * (options.head_dim or 128) * element_bytes, False)
 
 
-def parse_layout(option: str, text: str, cache: CacheSizes) -> tuple[ParallelLayout, list[str]]:
-    """The layout that an option describes, and notes for the reader.
-
-    A layout that exists only where PCP shards the KV cache too is taken in that meaning, with a note.
+def parse_layout(option: str, text: str, cache: CacheSizes) -> ParallelLayout:
+    """The layout that an option describes.
 
     Raises:
         ConfigError: an unknown or repeated key, a value that is no positive number, sizes that cannot work together.
     """
     sizes = _parse_sizes(option, text)
     try:
-        return _layout(sizes, cache), []
+        return _layout(sizes, cache)
     except ConfigError as error:
-        refusal = str(error)
-    older = sizes | {_SHARDS_KV: 1}
-    layout = _try_layout(older, cache) if sizes.get("pcp", 1) > 1 and _SHARDS_KV not in sizes else None
-    if layout is None:
-        works_for_mla = _try_layout(sizes, latent := replace(cache, num_kv_heads=1, mla=True)) or _try_layout(
-            older, latent
-        )
-        remedy = f" This is for {cache.num_kv_heads} KV heads; with --mla the layout works." if works_for_mla else ""
-        raise ConfigError(f"{option} {text}: {refusal}{remedy}")
-    return layout, [
-        f"note: {option} exists only where PCP shards the KV cache too (vLLM 0.32 does not start it): PCP x DCP = "
-        f"{layout.num_shards} shards; write {_SHARDS_KV}=1 to say so"
-    ]
+        remedy = ""
+        if not cache.mla and _works(sizes, replace(cache, num_kv_heads=1, mla=True)):
+            remedy = f" This is for {cache.num_kv_heads} KV heads; with --mla the layout works."
+        raise ConfigError(f"{option} {text}: {error}{remedy}") from None
 
 
 def integer(minimum: int, maximum: int) -> Callable[[str], int]:
@@ -147,8 +136,9 @@ def _layout(sizes: dict[str, int], cache: CacheSizes) -> ParallelLayout:
     return layout
 
 
-def _try_layout(sizes: dict[str, int], cache: CacheSizes) -> ParallelLayout | None:
+def _works(sizes: dict[str, int], cache: CacheSizes) -> bool:
     try:
-        return _layout(sizes, cache)
+        _layout(sizes, cache)
     except ConfigError:
-        return None
+        return False
+    return True

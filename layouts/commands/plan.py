@@ -41,15 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the plan. Raises ConfigError for sizes that cannot work."""
     cache = cache_sizes(options)
-    source, source_notes = parse_layout("--source", options.source, cache)
-    target, target_notes = parse_layout("--target", options.target, cache)
+    source = parse_layout("--source", options.source, cache)
+    target = parse_layout("--target", options.target, cache)
     plan = plan_transfer(source, target, options.start, options.tokens)
     tables = plan_tables(plan, _DRAWN_BLOCKS)
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((110, 24)).columns
     lines = [
-        *source_notes,
-        *target_notes,
         *_summary(plan, cache),
         "",
         *describe_routes(plan, cache.entry_bytes),

@@ -52,12 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints one line per length and the sum. Raises ConfigError for sizes that cannot work."""
     cache = cache_sizes(options)
-    source, source_notes = parse_layout("--source", options.source, cache)
-    target, target_notes = parse_layout("--target", options.target, cache)
+    source = parse_layout("--source", options.source, cache)
+    target = parse_layout("--target", options.target, cache)
     lengths = parse_lengths(options.tokens)
     for line in [
-        *source_notes,
-        *target_notes,
         f"source: {describe(source.placement)}",
         f"target: {describe(target.placement)}",
         f"model:  {cache.name}; bytes, blocks, messages and segments per prompt, over all target ranks",

@@ -94,6 +94,9 @@ def test_layers_split_as_configured() -> None:
         {"tp": 4, "pcp": 3, "num_kv_heads": 8, "pcp_shards_kv": True},
         {"tp": 4, "pcp": 3, "dcp": 2, "num_kv_heads": 2, "pcp_shards_kv": True},
         {"tp": 8, "pcp": 2, "dcp": 16, "mla": True},
+        {"tp": 8, "pcp": 2, "dcp": 8, "mla": True},
+        {"tp": 8, "pcp": 2, "dcp": 4, "num_kv_heads": 4},
+        {"tp": 2, "pcp": 4, "dcp": 2, "num_kv_heads": 2},
     ],
     ids=str,
 )
@@ -114,7 +117,7 @@ def test_accepts_groups_that_share_their_heads(sizes: dict[str, Any]) -> None:
         ({"num_layers": 0}, ["num_layers: got 0"]),
         ({"tp": 4, "dcp": 3, "mla": True, "dcp_sharded": False}, ["tp=4", "got 3", "1, 2, 4"]),
         ({"tp": 4, "dcp": 3, "mla": True}, ["tp=4", "got 3", "1, 2, 4"]),
-        ({"tp": 4, "pcp": 2, "dcp": 4, "mla": True}, ["tp=4", "pcp=2", "got 4", "1, 2, 8"]),
+        ({"tp": 4, "pcp": 2, "dcp": 3, "mla": True}, ["tp=4", "pcp=2", "got 3", "1, 2, 4, 8"]),
         ({"tp": 3, "num_kv_heads": 8}, ["num_kv_heads=8", "got 3", "1, 2, 4, 8"]),
         ({"tp": 12, "num_kv_heads": 8}, ["got 12", "multiple of 8"]),
         (
