@@ -27,6 +27,11 @@ class LoadJob:
     source_block_ids: npt.NDArray[np.int64]
     target_block_ids: npt.NDArray[np.int64]
 
+    @property
+    def salt(self) -> int:
+        """The same number on every rank, another for every load: spreads short prompts over source replicas."""
+        return int(self.load[:8], 16)
+
 
 @dataclass(slots=True)
 class StepWork:

@@ -179,7 +179,7 @@ class LoadRunner:
         if job.incarnation not in self._sources:
             self._sources[job.incarnation] = _Source.of(self._manifests[job.incarnation])
         source = self._sources[job.incarnation]
-        plan = plan_transfer(source.placement, self._placement, job.start, job.stop)
+        plan = plan_transfer(source.placement, self._placement, job.start, job.stop, salt=job.salt)
         listed = source.placement.interleave.num_virtual_blocks(job.stop)
         if len(job.source_block_ids) < listed:
             raise TransferFailed(

@@ -26,7 +26,7 @@ from attention.local import LocalBatch, attend_local, plan_local, write_tokens
 from attention.merge import Partial
 from attention.prefill import RowSplit, attend_over_rows, split_rows
 from layouts import Interleave
-from layouts.check import config_error
+from layouts.errors import config_error
 
 
 class PlainPageBackend(AttentionBackend):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.vllm import settings
-from layouts.check import config_error
+from layouts.errors import config_error
 
 BACKEND = "attention.vllm.backend.PlainPageBackend"
 WORKER = "attention.vllm.worker.ContextParallelWorker"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from layouts import ConfigError, ParallelLayout
-from layouts.check import config_error
+from layouts.errors import config_error
 
 CONNECTOR = "WeaveConnector"
 """Name of the KV connector that can only cut pages at tokens when they are plain."""
