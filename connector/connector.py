@@ -228,7 +228,8 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._consumer is not None:
-            self._consumer.request_finished(request.request_id)
+            by_error = request.status is RequestStatus.FINISHED_ERROR
+            self._consumer.request_finished(request.request_id, by_error=by_error)
         # The last sampled token has no KV; what ran ahead of it (asynchronous scheduling) does not count.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if (

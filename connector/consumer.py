@@ -42,8 +42,8 @@ class Phase(enum.Enum):
     OPENING = enum.auto()
     READY = enum.auto()
     LOADING = enum.auto()
-    ABORTED = enum.auto()
-    """Aborted while loading: the workers still have to report the end of their reads."""
+    ENDING = enum.auto()
+    """Over for vLLM while loading: the workers still have to report the end of their reads."""
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ class _Load:
     start: int = 0
     """Positions before it were here already."""
     loading_since: float = 0.0
+    outcome: str = ""
+    """How it ends, where that is decided before the workers' report."""
 
 
 class Consumer:
@@ -135,7 +137,7 @@ class Consumer:
         """Tokens that can be loaded beyond those this node has; None while the prefill node has not answered."""
         self._poll_answer(request_id)
         load = self._loads.get(request_id)
-        if load is None or load.phase in (Phase.LOADING, Phase.ABORTED):
+        if load is None or load.phase in (Phase.LOADING, Phase.ENDING):
             return 0, False
         if load.phase is Phase.OPENING:
             return None, False
@@ -185,21 +187,24 @@ class Consumer:
             if load is None:
                 continue
             self.counters.add("transfer_seconds", time.monotonic() - load.loading_since)
-            if load.phase is Phase.ABORTED:
-                self._end(request_id, "aborted", release=False)
+            if load.phase is Phase.ENDING:
+                self._end(request_id, load.outcome, release=False)
             else:
                 has_failed = request_id in failed
                 self._end(request_id, "failed" if has_failed else "loaded", release=has_failed)
 
-    def request_finished(self, request_id: str) -> None:
-        """The request is over for vLLM, for whatever reason. A parked one stays known until its reads have ended."""
+    def request_finished(self, request_id: str, *, by_error: bool = False) -> None:
+        """The request is over for vLLM, for whatever reason. A parked one stays known until its reads have ended.
+
+        `by_error`: vLLM ended it because its load failed (kv_load_failure_policy fail), not the client.
+        """
         load = self._loads.get(request_id)
         if load is None:
             return
         if load.phase is Phase.LOADING:
-            load.phase = Phase.ABORTED
+            load.phase, load.outcome = Phase.ENDING, "failed" if by_error else "aborted"
             self._release(load.params, load.load)
-        elif load.phase is not Phase.ABORTED:
+        elif load.phase is not Phase.ENDING:
             self._end(request_id, "aborted", release=True)
 
     def _poll_answer(self, request_id: str) -> None:

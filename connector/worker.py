@@ -32,16 +32,15 @@ class Worker:
 
     def start_reading(self, regions: Mapping[int, Region], read_timeout_s: float) -> None:
         """Hand the transport to an I/O thread that runs this rank's loads."""
+        self._transport.prepare_reads()
         self._runner = LoadRunner(
-            *(
-                self.rank,
-                self.placement,
-                regions,
-                self._transport,
-                ControlClient(),
-                read_timeout_s,
-                self.counters,
-            )
+            rank=self.rank,
+            placement=self.placement,
+            regions=regions,
+            transport=self._transport,
+            client=ControlClient(),
+            read_timeout_s=read_timeout_s,
+            counters=self.counters,
         )
         self._runner.start()
 

@@ -182,6 +182,11 @@ class Transport(ABC):
         name, metadata = self._publish()
         return encode_endpoint(self.kind, name, self._memory, metadata)
 
+    def prepare_reads(self) -> None:
+        """Do now what the first read would otherwise have to wait for; after register()."""
+        self._need_start()
+        self._prepare_reads()
+
     def attach(self, endpoint: bytes) -> Peer:
         """Make a peer readable; TransferFailed when the bytes are no endpoint or it cannot be reached.
 
@@ -253,6 +258,9 @@ class Transport(ABC):
     @abstractmethod
     def _open(self, name: str) -> None:
         """Start under a name that no other transport has."""
+
+    def _prepare_reads(self) -> None:  # noqa: B027 - most transports have nothing to prepare
+        """Set up what reading needs beyond serving."""
 
     @abstractmethod
     def _register(self, memory: Sequence[Memory]) -> None:

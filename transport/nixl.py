@@ -66,6 +66,9 @@ class NixlTransport(Transport):
             self._server = self._new_agent(self._name)
         return self._name, self._server.metadata()
 
+    def _prepare_reads(self) -> None:
+        self._current_reader()
+
     def _attach(self, attached: Attached) -> None:
         self._current_reader().load(attached, again=attached.peer in self._peers)
 
