@@ -186,7 +186,7 @@ def offer(node: Node, request_id: str, block_ids: Sequence[int], tokens: Sequenc
     return node.producer.offer(Offer(request_id, len(tokens), blocks, lambda n: digest(tokens, n))).to_dict()
 
 
-def wait_for(condition: Callable[[], bool], *nodes: Node, timeout_s: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], *nodes: Node, timeout_s: float = 30) -> None:
     """Step the nodes until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -111,7 +111,7 @@ def test_every_byte_arrives_and_every_block_comes_back(
         params = offer(source, f"p{n}", held, tokens)
         assert load(source, target, f"d{n}", params, tokens, blocks=blocks, already=already)
         assert target.caches.holds(blocks, kv, already, n - 1)
-        wait_for(lambda: f"p{n}" in source.sent, source, timeout_s=1)  # noqa: B023
+        wait_for(lambda: f"p{n}" in source.sent, source, timeout_s=4)  # noqa: B023
         for cache in (cache for rank in target.caches.ranks for cache in rank.values()):
             cache.zero_()
         expected_bytes += sum(
@@ -146,7 +146,7 @@ def test_full_local_hit_and_one_token_prompts_release_at_once(nodes: ExitStack) 
     assert matched(target, "d", 16) == 0
     target.consumer.update_state_after_alloc("d", [[0, 1, 2]], 0)
     arrive(target, "d1", offer(source, "p1", [0], [5]), [5])
-    wait_for(lambda: sorted(source.sent) == ["p", "p1"], source, target, timeout_s=1)
+    wait_for(lambda: sorted(source.sent) == ["p", "p1"], source, target, timeout_s=4)
     assert target.counters.take()["loads|local_hit|"] == 2
 
 
@@ -161,7 +161,7 @@ def test_abort_before_during_and_after_the_load(nodes: ExitStack) -> None:
             target.consumer.update_state_after_alloc(moment, [[0, 1]], count)
         target.consumer.request_finished(moment)
         target.step(aborted=[moment])
-        wait_for(lambda: f"p-{moment}" in source.sent, source, target, timeout_s=2)  # noqa: B023
+        wait_for(lambda: f"p-{moment}" in source.sent, source, target, timeout_s=4)  # noqa: B023
     wait_for(lambda: "loading" in target.received, target)
     assert target.consumer.num_loads == 0
     assert target.counters.take()["loads|aborted|"] == 3
@@ -264,7 +264,7 @@ def test_lease_of_a_vanished_decode_node_ends_by_itself(nodes: ExitStack) -> Non
     source = prefill_node(TWO_PLAIN[0], "memory", lease_s=0.2)
     nodes.callback(source.close)
     offer(source, "p", range(3), list(range(9)))
-    wait_for(lambda: source.sent == ["p"], source, timeout_s=2)
+    wait_for(lambda: source.sent == ["p"], source, timeout_s=4)
     assert source.counters.take()["leases_ended|expired"] == 1
 
 
