@@ -34,7 +34,7 @@ from transport.errors import PeerSilent, ProtocolError
 log = logging.getLogger(__name__)
 
 RENEW_INTERVAL_S = 1.0
-RENEW_TIMEOUT_S = 5.0
+RENEW_TIMEOUT_S = 4.0
 RELEASE_TIMEOUT_S = 2.0
 
 

@@ -28,7 +28,7 @@ from transport.segments import Segments, lower_route
 log = logging.getLogger(__name__)
 
 MIN_POLL_S, MAX_POLL_S = 50e-6, 2e-3
-DONE_TIMEOUT_S, DONE_ATTEMPTS = 4.0, 2
+DONE_TIMEOUT_S, DONE_ATTEMPTS = 3.0, 2
 STOP_GRACE_S = 5.0
 
 

@@ -92,6 +92,7 @@ def test_prefill_node_falls_silent_after_open(cluster: Cluster) -> None:
     tokens = prompt("silent after open")
     expected = cluster.plain.complete(tokens).tokens
     for source, target in [(cluster.strict, cluster.sharded), (cluster.sharded, cluster.strict)]:
+        hand_over(source, target, prompt("first contact"))  # a node's first request is slow
         target.changes(lambda gained: True)
         with relay(source.prefill(tokens), num_requests=1) as params:
             began = time.monotonic()
