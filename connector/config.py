@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 
 from layouts import ConfigError, ParallelLayout
@@ -26,19 +27,37 @@ class WeaveConfig:
     """How long a finished prefill stays readable without a sign of life from its decode node."""
     open_timeout_s: float = 6.0
     """How long a decode node waits for a prefill node's answer before it prefills locally."""
+    wait_timeout_s: float = 300.0
+    """How long a decode node keeps a lease while its request waits for blocks, before it prefills locally."""
     read_timeout_s: float = 60.0
     """How long one rank's reads may take before the load fails."""
     transport: str = "nixl"
     """Name of the transport that moves the bytes."""
     nixl_backend: str = "UCX"
     """NIXL backend, where the transport is nixl."""
+    allowed_peers: str = ""
+    """Addresses or networks (10.0.0.0/8) of the prefill nodes, comma-separated; empty allows any. Set it where clients
+    can reach a decode node directly: they could name a host of their own in `kv_transfer_params`."""
     model_id: str = ""
     """What has to be equal on both nodes for their caches to be of one model; default: the value of --model."""
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0 <= self.port < 65536, "0..65535")
-        for name in ("lease_s", "open_timeout_s", "read_timeout_s"):
-            _check(name, getattr(self, name), 0 < getattr(self, name) <= 86400, "above 0, at most 86400 seconds")
+        for name in ("lease_s", "open_timeout_s", "wait_timeout_s", "read_timeout_s"):
+            _check(name, getattr(self, name), 1 <= getattr(self, name) <= 86400, "1 to 86400 seconds")
+        try:
+            self.peer_networks()
+        except ValueError as error:
+            _check("allowed_peers", self.allowed_peers, False, f"addresses or networks, comma-separated ({error})")
+
+    def peer_networks(self) -> list[IPv4Network | IPv6Network]:
+        """`allowed_peers`, read."""
+        return [ip_network(part.strip()) for part in self.allowed_peers.split(",") if part.strip()]
+
+    def allows_peer(self, host: str) -> bool:
+        """Whether a prefill node at this numeric address may be contacted."""
+        networks = self.peer_networks()
+        return not networks or any(ip_address(host) in network for network in networks)
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> WeaveConfig:

@@ -30,7 +30,7 @@ from connector.metrics import WeavePromMetrics, WeaveStats
 from connector.pace import Pace, favour_short_threads, sleep_instead_of_spinning
 from connector.params import wants_remote_decode
 from connector.producer import Producer
-from connector.prompt import digest_of
+from connector.prompt import consists_of_tokens, digest_of
 from connector.stats import Counters
 from connector.worker import Worker
 from layouts import ConfigError, ParallelLayout
@@ -185,13 +185,11 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             ordered = [ranks[rank] for rank in sorted(ranks)]
             self._producer.start(Manifest(self._producer.incarnation, cache, placement, ordered))
         if self._kv_transfer_config.is_kv_consumer:
-            self._consumer = Consumer(
-                ControlClient(), cache, placement, self._config.open_timeout_s, self._counters, self._pace
-            )
+            self._consumer = Consumer(ControlClient(), cache, placement, self._config, self._counters, self._pace)
             self._consumer.start()
 
     def on_new_request(self, request: Request) -> None:
-        if self._consumer is not None and request.prompt_token_ids is not None:
+        if self._consumer is not None and consists_of_tokens(request):
             self._consumer.on_new_request(
                 request.request_id, request.kv_transfer_params, request.num_tokens, digest_of(request)
             )
@@ -236,7 +234,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer is None
             or not wants_remote_decode(request.kv_transfer_params)
             or request.status not in PREFILLED
-            or request.prompt_token_ids is None
+            or not consists_of_tokens(request)
             or num_tokens < 1
         ):
             return False, None

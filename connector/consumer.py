@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from connector.config import WeaveConfig
 from connector.errors import BadParams
-from connector.jobs import LoadJob, StepWork
+from connector.jobs import LoadJob, SourceId, StepWork
 from connector.pace import Pace
 from connector.params import TransferParams, wants_remote_prefill
 from connector.renewals import Renewals
 from connector.stats import Counters
+from layouts import Interleave
 from transport.control import messages as wire
 from transport.control.client import ControlClient
 from transport.errors import PeerSilent, ProtocolError
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 RENEW_INTERVAL_S = 1.0
 RENEW_TIMEOUT_S = 4.0
 RELEASE_TIMEOUT_S = 2.0
+MAX_FAULTS_SEEN = 1000
 
 
 class Phase(enum.Enum):
@@ -56,6 +59,7 @@ class _Load:
     opened: wire.Opened | None = None
     start: int = 0
     """Positions before it were here already."""
+    ready_since: float = 0.0
     loading_since: float = 0.0
     outcome: str = ""
     """How it ends, where that is decided before the workers' report."""
@@ -69,18 +73,18 @@ class Consumer:
         client: ControlClient,
         cache: wire.CacheFormat,
         placement: wire.PlacementInfo,
-        open_timeout_s: float,
+        config: WeaveConfig,
         counters: Counters,
         pace: Pace,
     ) -> None:
         self._client, self._cache, self._placement = client, cache, placement
-        self._open_timeout_s = open_timeout_s
+        self._config = config
         self.counters = counters
         self._pace = pace
         self._renewals = Renewals(client, RENEW_INTERVAL_S, RENEW_TIMEOUT_S)
         self._loads: dict[str, _Load] = {}
         self._request_of: dict[str, str] = {}
-        self._manifests: dict[str, wire.Manifest] = {}
+        self._sources: dict[SourceId, Interleave] = {}
         self._next = StepWork()
         self._faults_seen: set[tuple[tuple[str, int], str]] = set()
 
@@ -111,8 +115,10 @@ class Consumer:
         try:
             parsed = TransferParams.parse(params)
         except BadParams as error:
-            log.warning("prefilling locally request=%s cause=malformed detail=%s", request_id, error)
-            self.counters.add("loads", outcome="local_prefill", cause="malformed")
+            self._refuse_params(request_id, "malformed", str(error))
+            return
+        if not self._config.allows_peer(parsed.host):
+            self._refuse_params(request_id, "forbidden", f"host {parsed.host} is not in allowed_peers")
             return
         load, wanted = secrets.token_hex(16), min(parsed.num_tokens, num_tokens - 1)
         if wanted < 1:
@@ -126,12 +132,16 @@ class Consumer:
             placement=self._placement,
             num_tokens=wanted,
             prompt_digest=digest(wanted),
-            known_incarnation=parsed.incarnation if parsed.incarnation in self._manifests else "",
+            known_incarnation=parsed.incarnation if parsed.source in self._sources else "",
         )
-        answer = self._client.request(parsed.address, message, self._open_timeout_s)
+        answer = self._client.request(parsed.address, message, self._config.open_timeout_s)
         answer.add_done_callback(lambda _: self._pace.wake())
         self._loads[request_id] = _Load(load, parsed, wanted, answer)
         self._request_of[load] = request_id
+
+    def _refuse_params(self, request_id: str, cause: str, detail: str) -> None:
+        log.warning("prefilling locally request=%s cause=%s detail=%s", request_id, cause, detail)
+        self.counters.add("loads", outcome="local_prefill", cause=cause)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those this node has; None while the prefill node has not answered."""
@@ -141,29 +151,32 @@ class Consumer:
             return 0, False
         if load.phase is Phase.OPENING:
             return None, False
+        load.start = num_computed_tokens
         missing = max(0, load.num_tokens - num_computed_tokens)
         return missing, missing > 0
 
     def update_state_after_alloc(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """The blocks exist: send the job, or let the prefill node go when nothing is to be loaded."""
+        """The blocks exist: send the job, or let the prefill node go when nothing is to be loaded.
+
+        vLLM may take nothing although something is offered, even before the offer (a request with prompt logprobs).
+        """
         load = self._loads.get(request_id)
-        if load is None or load.phase is not Phase.READY:
+        if load is None or load.phase not in (Phase.OPENING, Phase.READY):
             return
-        load.start = load.num_tokens - num_external_tokens
         if num_external_tokens == 0:
             self._end(request_id, "local_hit", release=True)
             return
-        assert load.opened is not None
+        assert load.opened is not None and load.start + num_external_tokens <= load.num_tokens
+        load.num_tokens = load.start + num_external_tokens
         load.phase, load.loading_since = Phase.LOADING, time.monotonic()
         self._next.jobs.append(
             LoadJob(
                 request_id=request_id,
                 load=load.load,
                 capability=load.params.capability,
-                address=load.params.address,
-                incarnation=load.opened.incarnation,
+                source=load.params.source,
                 start=load.start,
                 stop=load.num_tokens,
                 source_block_ids=np.asarray(load.opened.block_ids[0], dtype=np.int64),
@@ -177,6 +190,7 @@ class Consumer:
             self._poll_answer(request_id)
         for load, cause in self._renewals.take_lost().items():
             self._lost(self._request_of[load], cause)
+        self._decline_overdue()
         work, self._next = self._next, StepWork()
         return work
 
@@ -215,7 +229,7 @@ class Consumer:
         try:
             self._take_answer(request_id, load, load.answer.result(timeout=0))
         except PeerSilent:
-            self._decline(request_id, "silent", f"no answer in {self._open_timeout_s:g} s")
+            self._decline(request_id, "silent", f"no answer in {self._config.open_timeout_s:g} s")
         except ProtocolError as error:
             self._decline(request_id, "malformed", str(error))
 
@@ -228,23 +242,44 @@ class Consumer:
         elif reply.incarnation != load.params.incarnation:
             self._decline(request_id, "unknown", "the prefill node was restarted since it computed this prompt")
         else:
-            if reply.manifest is not None and reply.incarnation not in self._manifests:
-                reply.manifest.placement.to_placement()
-                self._manifests[reply.incarnation] = reply.manifest
-                self._next.manifests.append(reply.manifest)
-            load.opened, load.phase = reply, Phase.READY
+            self._meet(load.params.source, reply)
+            needed = self._sources[load.params.source].num_virtual_blocks(load.num_tokens)
+            if len(reply.block_ids) != 1 or len(reply.block_ids[0]) < needed:
+                raise ProtocolError(f"the answer lists {[len(ids) for ids in reply.block_ids]} blocks, needed {needed}")
+            load.opened, load.phase, load.ready_since = reply, Phase.READY, time.monotonic()
             self._renewals.add(load.load, load.params.address, load.params.capability, reply.lease_s)
+
+    def _meet(self, source: SourceId, reply: wire.Opened) -> None:
+        """Take note of a source's manifest; the first one counts. Raises ProtocolError when there is no usable one."""
+        if source in self._sources:
+            return
+        if reply.manifest is None or reply.manifest.incarnation != source.incarnation:
+            raise ProtocolError("the answer holds no manifest of its own incarnation")
+        interleave = reply.manifest.placement.to_placement().interleave
+        for former in [known for known in self._sources if known.address == source.address]:
+            del self._sources[former]
+        self._sources[source] = interleave
+        self._next.manifests.append((source, reply.manifest))
+
+    def _decline_overdue(self) -> None:
+        """Blocks a request waits for may be under a lease of another node that waits too: somebody gives in."""
+        oldest = time.monotonic() - self._config.wait_timeout_s
+        for request_id, load in list(self._loads.items()):
+            if load.phase is Phase.READY and load.ready_since < oldest:
+                self._decline(request_id, "timeout", f"no blocks within {self._config.wait_timeout_s:g} s")
 
     def _lost(self, request_id: str, cause: str) -> None:
         """The lease of an open load is gone: before the job is sent decline it, afterwards stop the workers."""
         if self._loads[request_id].phase is Phase.READY:
             self._decline(request_id, cause, "lease lost while waiting for blocks")
         else:
-            self._next.cancelled.append(request_id)
+            self._next.lost.append(request_id)
 
     def _decline(self, request_id: str, cause: str, detail: str) -> None:
         params = self._loads[request_id].params
         fault = (params.address, cause)
+        if len(self._faults_seen) > MAX_FAULTS_SEEN:
+            self._faults_seen.clear()
         level = logging.DEBUG if fault in self._faults_seen else logging.WARNING
         self._faults_seen.add(fault)
         log.log(

@@ -11,6 +11,17 @@ from transport.control.messages import Manifest
 
 
 @dataclass(frozen=True, slots=True)
+class SourceId:
+    """One life of one prefill engine, as seen from here: where it answered, and as what.
+
+    Both count: what answers at one address can claim any incarnation, but not another's address.
+    """
+
+    address: tuple[str, int]
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """One request's KV to fetch: positions [start, stop), which blocks hold them there and which are to hold them here.
 
@@ -20,8 +31,7 @@ class LoadJob:
     request_id: str
     load: str
     capability: str
-    address: tuple[str, int]
-    incarnation: str
+    source: SourceId
     start: int
     stop: int
     source_block_ids: npt.NDArray[np.int64]
@@ -38,9 +48,9 @@ class StepWork:
     """Everything new since the last step."""
 
     jobs: list[LoadJob] = field(default_factory=list)
-    manifests: list[Manifest] = field(default_factory=list)
-    """Peers the workers have not met yet, by incarnation."""
-    cancelled: list[str] = field(default_factory=list)
-    """Requests whose load cannot succeed any more (the peer is silent or the lease is lost)."""
+    manifests: list[tuple[SourceId, Manifest]] = field(default_factory=list)
+    """Sources the workers have not met yet."""
+    lost: list[str] = field(default_factory=list)
+    """Requests whose lease is gone, or whose prefill node is silent."""
     released: list[str] = field(default_factory=list)
     """Requests of this node whose lease ended: report them as sent."""

@@ -59,7 +59,14 @@ class _Lease:
     offer: Offer
     deadline: float
     loads: dict[str, _Load] = field(default_factory=dict)
-    end: LeaseEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is remembered of a lease: enough to answer, not the request it held."""
+
+    end: LeaseEnd
+    loads: dict[str, _Load]
 
 
 class LeaseTable:
@@ -72,7 +79,7 @@ class LeaseTable:
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._live: dict[str, _Lease] = {}
-        self._ended: OrderedDict[str, _Lease] = OrderedDict()
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
         self._unreported: list[tuple[str, LeaseEnd]] = []
 
     def grant(self, offer: Offer, now: float) -> str:
@@ -144,9 +151,7 @@ class LeaseTable:
         """Every lease is live or ended, never both; no live lease has only finished loads."""
         assert not self._live.keys() & self._ended.keys()
         for lease in self._live.values():
-            assert lease.end is None
             assert not lease.loads or not all(load.finished for load in lease.loads.values())
-        assert all(lease.end is not None for lease in self._ended.values())
 
     def _get(self, capability: str, now: float) -> _Lease:
         lease = self._live.get(capability)
@@ -155,7 +160,7 @@ class LeaseTable:
             lease = None
         if lease is None:
             ended = self._ended.get(capability)
-            raise LeaseUnknown() if ended is None else LeaseExpired(str(ended.end and ended.end.value))
+            raise LeaseUnknown() if ended is None else LeaseExpired(ended.end.value)
         return lease
 
     def _load(self, lease: _Lease, load: str) -> _Load:
@@ -169,8 +174,7 @@ class LeaseTable:
 
     def _finish(self, capability: str, end: LeaseEnd) -> None:
         lease = self._live.pop(capability)
-        lease.end = end
-        self._ended[capability] = lease
+        self._ended[capability] = _Ended(end, lease.loads)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         self._unreported.append((lease.offer.request_id, end))

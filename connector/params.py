@@ -1,6 +1,7 @@
 """The `kv_transfer_params` that travel through clients and proxies: a capability and where to present it.
 
-No block id and no address is in them, so a client that edits them can at worst lose its own transfer.
+No block id and no memory address is in them. A client that edits them cannot reach the KV of another prompt; it can
+name a host of its own, which `allowed_peers` prevents.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from connector.errors import BadParams
+from connector.jobs import SourceId
 
 _HEX_ID = re.compile(r"[0-9a-f]{32}")
-_HOST = re.compile(r"[A-Za-z0-9.:_-]{1,255}")
 MAX_TOKENS = 2**31
 
 
@@ -30,13 +32,17 @@ class TransferParams:
     def __post_init__(self) -> None:
         _check("capability", self.capability, bool(_HEX_ID.fullmatch(self.capability)), "32 hex digits")
         _check("incarnation", self.incarnation, bool(_HEX_ID.fullmatch(self.incarnation)), "32 hex digits")
-        _check("host", self.host, bool(_HOST.fullmatch(self.host)), "a host name or address")
+        _check("host", self.host, _is_numeric(self.host), "a numeric address")
         _check("port", self.port, 0 < self.port < 65536, "1..65535")
         _check("num_tokens", self.num_tokens, 0 < self.num_tokens < MAX_TOKENS, f"1..{MAX_TOKENS - 1}")
 
     @property
     def address(self) -> tuple[str, int]:
         return self.host, self.port
+
+    @property
+    def source(self) -> SourceId:
+        return SourceId(self.address, self.incarnation)
 
     def to_dict(self) -> dict[str, Any]:
         """The form in an HTTP response. `do_remote_prefill` is vLLM's own mark: it makes vLLM's front end call the
@@ -69,6 +75,15 @@ def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
     """The request was prefilled elsewhere: its params name a lease."""
     return bool(params) and params.get("do_remote_prefill") is True  # type: ignore[union-attr]
+
+
+def _is_numeric(host: str) -> bool:
+    """Names are not accepted: looking one up could stall the transfers of everybody else."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _check(name: str, value: object, fits: bool, allowed: str) -> None:

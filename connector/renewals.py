@@ -18,6 +18,9 @@ from transport.errors import PeerSilent, ProtocolError
 log = logging.getLogger(__name__)
 
 
+MIN_INTERVAL_S = 0.05
+
+
 @dataclass(slots=True)
 class _Renewal:
     address: tuple[str, int]
@@ -52,7 +55,7 @@ class Renewals:
 
     def add(self, load: str, address: tuple[str, int], capability: str, lease_s: float) -> None:
         """Renew from now on, well within the lease the peer granted."""
-        interval_s = min(self._interval_s, lease_s / 3)
+        interval_s = max(MIN_INTERVAL_S, min(self._interval_s, lease_s / 3))
         with self._changed:
             self._renewals[load] = _Renewal(address, capability, interval_s, time.monotonic() + interval_s)
             self._changed.notify()

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from connector.jobs import LoadJob
+from connector.jobs import LoadJob, SourceId
 from connector.stats import Counters
 from layouts import ConfigError, Placement, TransferPlan, plan_transfer, plan_volume
 from transport.base import Peer, Transfer, TransferState, Transport
@@ -36,6 +37,19 @@ STOP_GRACE_S = 5.0
 class LoadResult:
     request_id: str
     succeeded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Meet:
+    source: SourceId
+    manifest: wire.Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    request_id: str
+    cause: str
+    detail: str
 
 
 @dataclass(slots=True)
@@ -81,7 +95,7 @@ class _Active:
 
 
 class LoadRunner:
-    """Runs the loads of one rank. `submit`, `cancel`, `meet` and `take_finished` may be called from another thread."""
+    """Runs the loads of one rank. All public methods may be called from another thread."""
 
     def __init__(
         self,
@@ -96,10 +110,10 @@ class LoadRunner:
         self._rank, self._placement, self._regions = rank, placement, regions
         self._transport, self._client = transport, client
         self._read_timeout_s, self._counters = read_timeout_s, counters
-        self._commands: queue.SimpleQueue[LoadJob | wire.Manifest | str | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[LoadJob | _Meet | _Stop | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._manifests: dict[str, wire.Manifest] = {}
-        self._sources: dict[str, _Source] = {}
+        self._manifests: dict[SourceId, wire.Manifest] = {}
+        self._sources: dict[SourceId, _Source] = {}
         self._active: dict[str, _Active] = {}
         self._thread: threading.Thread | None = None
 
@@ -117,15 +131,20 @@ class LoadRunner:
             self._thread = None
             self._client.close()
 
-    def meet(self, manifest: wire.Manifest) -> None:
-        self._commands.put(manifest)
+    def meet(self, source: SourceId, manifest: wire.Manifest) -> None:
+        """Loads from this source will follow. An earlier life of the same address is over."""
+        self._commands.put(_Meet(source, manifest))
 
     def submit(self, job: LoadJob) -> None:
         self._commands.put(job)
 
-    def cancel(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """End this load early if it is still under way. Its result is reported as for any other."""
-        self._commands.put(request_id)
+        self._commands.put(_Stop(request_id, "aborted", "the request is over"))
+
+    def lose(self, request_id: str) -> None:
+        """Its lease is gone or its prefill node silent: end it early, unless its own confirmation is on the way."""
+        self._commands.put(_Stop(request_id, "lost", "the lease is gone, or the prefill node silent"))
 
     def take_finished(self) -> list[LoadResult]:
         """Loads that ended since the last call, each exactly once."""
@@ -135,33 +154,50 @@ class LoadRunner:
         return results
 
     def _run(self) -> None:
-        pause_s = MIN_POLL_S
-        while True:
+        self._pause_s = MIN_POLL_S
+        running = True
+        while running:
             try:
-                command = self._commands.get(timeout=pause_s if self._active else None)
-            except queue.Empty:
-                pause_s = min(2 * pause_s, MAX_POLL_S)
-            else:
-                pause_s = MIN_POLL_S
-                if command is None:
-                    break
-                self._obey(command)
-            for active in list(self._active.values()):
-                self._guarded(active.job, self._advance, active)
+                running = self._turn()
+            except Exception:
+                log.exception("the I/O thread goes on after an unexpected error rank=%d", self._rank)
         for active in list(self._active.values()):
             self._fail(active.job, "closed", "this node stops")
 
-    def _obey(self, command: LoadJob | wire.Manifest | str) -> None:
+    def _turn(self) -> bool:
+        """Obey one command if there is one and look at every load; False when it is time to stop."""
+        try:
+            command = self._commands.get(timeout=self._pause_s if self._active else None)
+        except queue.Empty:
+            self._pause_s = min(2 * self._pause_s, MAX_POLL_S)
+        else:
+            self._pause_s = MIN_POLL_S
+            if command is None:
+                return False
+            self._obey(command)
+        for active in list(self._active.values()):
+            self._guarded(active.job, self._advance, active)
+        return True
+
+    def _obey(self, command: LoadJob | _Meet | _Stop) -> None:
         match command:
             case LoadJob():
                 self._guarded(command, self._begin, command)
-            case wire.Manifest():
-                self._manifests.setdefault(command.incarnation, command)
-            case str() if command in self._active:
-                self._active[command].stop("cancelled", "aborted, or the lease was lost")
+            case _Meet(source, manifest):
+                self._forget_former_lives(source)
+                self._manifests[source] = manifest
+            case _Stop(request_id, cause, detail) if active := self._active.get(request_id):
+                if cause == "aborted" or active.confirmation is None:
+                    active.stop(cause, detail)
+
+    def _forget_former_lives(self, source: SourceId) -> None:
+        for former in [known for known in self._manifests if known.address == source.address]:
+            del self._manifests[former]
+            for peer in self._sources.pop(former).peers.values() if former in self._sources else ():
+                self._transport.detach(peer)
 
     def _guarded(self, job: LoadJob, step: Callable[..., None], *args: object) -> None:
-        """The thread's one net: whatever goes wrong ends this load and no other."""
+        """Whatever goes wrong with a load ends this load and no other."""
         try:
             step(*args)
         except TransferFailed as error:
@@ -176,9 +212,11 @@ class LoadRunner:
 
     def _begin(self, job: LoadJob) -> None:
         """Plan, lower and post the reads of this rank's part."""
-        if job.incarnation not in self._sources:
-            self._sources[job.incarnation] = _Source.of(self._manifests[job.incarnation])
-        source = self._sources[job.incarnation]
+        if job.source not in self._manifests:
+            raise TransferFailed("the prefill node was restarted")
+        if job.source not in self._sources:
+            self._sources[job.source] = _Source.of(self._manifests[job.source])
+        source = self._sources[job.source]
         plan = plan_transfer(source.placement, self._placement, job.start, job.stop, salt=job.salt)
         listed = source.placement.interleave.num_virtual_blocks(job.stop)
         if len(job.source_block_ids) < listed:
@@ -239,7 +277,7 @@ class LoadRunner:
             capability=job.capability, load=job.load, reader=self._rank, num_readers=len(active.plan.readers)
         )
         active.attempts += 1
-        active.confirmation = self._client.request(job.address, message, DONE_TIMEOUT_S)
+        active.confirmation = self._client.request(job.source.address, message, DONE_TIMEOUT_S)
 
     def _look_at_confirmation(self, active: _Active) -> None:
         assert active.confirmation is not None
@@ -266,12 +304,15 @@ class LoadRunner:
         self._counters.add("read_failures", cause=cause)
         log.warning(
             "load failed request=%s peer=%s:%d rank=%d cause=%s detail=%s",
-            *(job.request_id, *job.address, self._rank, cause, detail),
+            *(job.request_id, *job.source.address, self._rank, cause, detail),
         )
         self._end(job, succeeded=False)
 
     def _end(self, job: LoadJob, *, succeeded: bool) -> None:
         active = self._active.pop(job.request_id, None)
-        for transfer in active.transfers if active else ():
-            transfer.close()
-        self._finished.put(LoadResult(job.request_id, succeeded))
+        try:
+            with ExitStack() as closing:
+                for transfer in active.transfers if active else ():
+                    closing.callback(transfer.close)
+        finally:
+            self._finished.put(LoadResult(job.request_id, succeeded))

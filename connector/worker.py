@@ -48,12 +48,12 @@ class Worker:
         """Take over what the scheduler side sent with this step."""
         self._sent.update(work.released)
         if self._runner is not None:
-            for manifest in work.manifests:
-                self._runner.meet(manifest)
+            for source, manifest in work.manifests:
+                self._runner.meet(source, manifest)
             for job in work.jobs:
                 self._runner.submit(job)
-            for request_id in work.cancelled:
-                self._runner.cancel(request_id)
+            for request_id in work.lost:
+                self._runner.lose(request_id)
 
     def take_results(self, finished_request_ids: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed among the received) since the last call, each request exactly once.
@@ -64,7 +64,7 @@ class Worker:
         if self._runner is None:
             return sent, set(), set()
         for request_id in finished_request_ids:
-            self._runner.cancel(request_id)
+            self._runner.abort(request_id)
         results = self._runner.take_finished()
         return (
             sent,

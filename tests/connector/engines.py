@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from connector.config import WeaveConfig
 from connector.consumer import Consumer
 from connector.jobs import StepWork
 from connector.lease import Offer
@@ -27,6 +28,7 @@ from transport.control.client import ControlClient
 from transport.control.messages import CacheFormat, Manifest, PlacementInfo
 
 CONTENT_BYTES = 24
+CONFIG = WeaveConfig()
 
 
 def cache_format(layout: ParallelLayout, **changes: Any) -> CacheFormat:
@@ -163,7 +165,7 @@ def decode_node(
     layout: ParallelLayout,
     transport: str,
     num_blocks: int = 64,
-    open_timeout_s: float = 4,
+    config: WeaveConfig = CONFIG,
     **format_changes: Any,
 ) -> Node:
     node = _node(layout, transport, num_blocks)
@@ -173,7 +175,7 @@ def decode_node(
         worker.start_reading(regions, read_timeout_s=20)
     placement = PlacementInfo.from_placement(layout.placement)
     node.consumer = Consumer(
-        ControlClient(), cache_format(layout, **format_changes), placement, open_timeout_s, node.counters, Pace()
+        ControlClient(), cache_format(layout, **format_changes), placement, config, node.counters, Pace()
     )
     node.consumer.start()
     return node

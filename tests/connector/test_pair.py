@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from connector.config import WeaveConfig
+from connector.jobs import StepWork
+from connector.lease import LeaseTable, Offer
 from connector.prompt import digest
 from layouts import ParallelLayout
 from tests.connector.engines import (
@@ -20,6 +28,8 @@ from tests.connector.engines import (
     prefill_node,
     wait_for,
 )
+from transport.base import Transfer
+from transport.control import messages as wire
 
 LAYERS = {"num_layers": 3}
 PAIRS = {
@@ -190,6 +200,7 @@ def test_lease_that_ends_during_the_load_fails_it(nodes: ExitStack) -> None:
         ({"port": 10**30}, "malformed"),
         ({"port": True}, "malformed"),
         ({"host": "a b"}, "malformed"),
+        ({"host": "localhost"}, "malformed"),
         ({"num_tokens": 0}, "malformed"),
         ({"num_tokens": 10**30}, "malformed"),
         ({"num_tokens": 5}, ""),
@@ -251,7 +262,7 @@ def test_a_peer_with_another_cache_is_refused_by_name(nodes: ExitStack, caplog: 
 
 def test_a_silent_peer_costs_its_timeout_and_nothing_else(nodes: ExitStack) -> None:
     source, target = start(nodes, TWO_PLAIN, "memory")
-    target.consumer._open_timeout_s = 0.3
+    target.consumer._config = WeaveConfig(open_timeout_s=1)
     tokens = list(range(9))
     params = offer(source, "p", range(3), tokens)
     arrive(target, "dead", params | {"port": 9}, tokens)
@@ -289,3 +300,138 @@ def test_prefill_node_that_dies_before_the_load_costs_a_local_prefill(nodes: Exi
     target.consumer.update_state_after_alloc("d", [[0, 1]], count)
     wait_for(lambda: "d" in target.received, target)
     assert target.received["d"] is False
+
+
+def test_a_peer_that_claims_another_incarnation_cannot_speak_for_it(nodes: ExitStack) -> None:
+    """A client that knows the prefill node's incarnation points the decode node at a node of its own."""
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    liar = prefill_node(TWO_PLAIN[0], "memory")
+    nodes.callback(liar.close)
+    tokens, kv = list(range(9)), content(1, 9, source.layout)
+    source.caches.write([0, 1, 2], kv)
+    liar.producer.incarnation = source.producer.incarnation
+    arrive(target, "forged", offer(liar, "p", range(3), tokens), tokens)
+    matched(target, "forged")
+    assert load(source, target, "victim", offer(source, "p", range(3), tokens), tokens, blocks=[0, 1])
+    assert target.caches.holds([0, 1], kv, 0, 8)
+
+
+def test_only_allowed_peers_are_contacted(nodes: ExitStack) -> None:
+    source = prefill_node(TWO_PLAIN[0], "memory")
+    nodes.callback(source.close)
+    tokens = list(range(9))
+    for networks, count in [("10.0.0.0/8, ::1", 0), ("10.0.0.1,127.0.0.0/8", 8)]:
+        target = decode_node(TWO_PLAIN[1], "memory", config=WeaveConfig(allowed_peers=networks))
+        nodes.callback(target.close)
+        arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+        assert matched(target, "d") == count
+
+
+def test_requests_that_read_nothing_release_before_the_answer_and_after(nodes: ExitStack) -> None:
+    """vLLM takes no external token for a request with prompt logprobs, whatever was offered."""
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    for name in ("before", "after"):
+        arrive(target, name, offer(source, f"p-{name}", range(3), tokens), tokens)
+        if name == "after":
+            matched(target, name)
+        target.consumer.update_state_after_alloc(name, [[0, 1]], 0)
+        assert target.consumer.num_loads == 0
+    wait_for(lambda: len(source.sent) == 2, source, target, timeout_s=4)
+
+
+def test_fewer_tokens_than_offered_are_the_first_ones(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens, kv = list(range(21)), content(3, 21, source.layout)
+    source.caches.write(list(range(6)), kv)
+    arrive(target, "d", offer(source, "p", range(6), tokens), tokens)
+    assert matched(target, "d") == 20
+    target.consumer.update_state_after_alloc("d", [[0, 1, 2]], 16)
+    wait_for(lambda: target.received.get("d") is True, source, target)
+    assert target.caches.holds([0, 1, 2], kv, 0, 16)
+    assert target.caches.num_written_bytes() == 16 * 2 * 3 * CONTENT_BYTES
+
+
+def test_a_request_that_never_gets_blocks_gives_its_lease_back(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    assert matched(target, "d") == 8
+    target.consumer._config = WeaveConfig(wait_timeout_s=1)
+    wait_for(lambda: source.sent == ["p"], source, target, timeout_s=5)
+    assert target.counters.take()["loads|local_prefill|timeout"] == 1
+
+
+def test_a_lost_lease_does_not_stop_a_load_that_waits_for_its_confirmation(nodes: ExitStack) -> None:
+    """The last Ok may be lost on its way: the lease is over then, and asking again still gets Ok."""
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    answer, seen = source.producer.answer, threading.Event()
+
+    def slow(request: wire.Request) -> wire.Reply:
+        reply = answer(request)
+        if isinstance(request, wire.Done):
+            seen.set()
+            time.sleep(0.3)
+        return reply
+
+    source.producer._server._handler = slow
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    target.consumer.update_state_after_alloc("d", [[0, 1]], matched(target, "d"))
+    target.step()
+    assert seen.wait(5)
+    target.workers[0].begin(StepWork(lost=["d"]))
+    wait_for(lambda: "d" in target.received, source, target)
+    assert target.received["d"] is True
+
+
+def test_ended_leases_do_not_keep_their_requests_alive() -> None:
+    table, token_ids = LeaseTable(30), list(range(1000))
+    keeper = Keeper()
+    held = weakref.ref(keeper)
+    capability = table.grant(Offer("r", 1000, (), partial(keeper.digest, token_ids)), 0.0)
+    table.release(capability, "a", 1.0)
+    del keeper
+    gc.collect()
+    assert table.drain_ended()
+    assert held() is None
+
+
+class Keeper:
+    """Stands for a request that an offer's digest holds."""
+
+    def digest(self, token_ids: list[int], num_tokens: int) -> bytes:
+        return digest(token_ids, num_tokens)
+
+
+def test_an_error_while_a_transfer_closes_neither_loses_the_report_nor_the_thread(
+    nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    tokens = list(range(9))
+
+    def broken_close(transfer: Transfer) -> None:
+        raise OSError("close failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "close", broken_close)
+        load(source, target, "broken", offer(source, "p", range(3), tokens), tokens, blocks=[0, 1])
+    assert load(source, target, "next", offer(source, "q", range(3), tokens), tokens, blocks=[0, 1])
+
+
+@pytest.mark.parametrize("block_ids", [[], [[0]], [[0, 1, 2], [0]]], ids=["none", "too few", "two groups"])
+def test_an_answer_with_the_wrong_blocks_is_refused_before_anything_is_claimed(
+    nodes: ExitStack, block_ids: list[list[int]]
+) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    answer = source.producer.answer
+
+    def wrong(request: wire.Request) -> wire.Reply:
+        reply = answer(request)
+        return structs.replace(reply, block_ids=block_ids) if isinstance(reply, wire.Opened) else reply
+
+    source.producer._server._handler = wrong
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    assert matched(target, "d") == 0
+    assert target.counters.take() == {"loads|local_prefill|malformed": 1}

@@ -54,7 +54,7 @@ class ControlServer:
 
     @property
     def address(self) -> Address:
-        """(host, port) to advertise; the port is the real one after start()."""
+        """(host, port) to advertise; after start() the numeric address and the real port."""
         return self._host, self._port
 
     def start(self) -> None:
@@ -75,6 +75,7 @@ class ControlServer:
                 f"control port {port} on {self._host!r} cannot be bound ({error}); "
                 "set `port` to a free port, or to 0 to pick one"
             ) from error
+        self._host = number
         self._port = int(router.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
         self._context, self._wakeup, self._stopping = context, Wakeup(), False
         self._thread = threading.Thread(
