@@ -29,7 +29,7 @@ types: setup  ## mypy, strict (settings in pyproject.toml)
 	$(RUN) -m mypy $(TYPED)
 
 unit: setup  ## tests that need no vLLM node
-	$(RUN) -m pytest -q -m "not vllm"
+	$(RUN) -m pytest -q -m "not vllm" -n 2 --dist worksteal
 
 test-exhaustive: setup  ## the laws of layouts over their whole domain (about 15 minutes)
 	$(RUN) -m pytest -q -m exhaustive tests/layouts
