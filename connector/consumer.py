@@ -297,7 +297,8 @@ class Consumer:
             self._release(load.params, load.load)
         self.counters.add("loads", outcome=outcome, cause=cause)
         if outcome in ("loaded", "local_hit"):
-            self.counters.add("tokens_local", load.start)
+            self.counters.add("tokens_local", min(load.start, load.num_tokens))
+        if outcome == "loaded":
             self.counters.add("tokens_loaded", load.num_tokens - load.start)
 
     def _release(self, params: TransferParams, load: str) -> None:

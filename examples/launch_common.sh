@@ -25,10 +25,10 @@ Layout (the two sides may differ in all of it):
 Model and memory:
   DTYPE            weights and KV cache                             [auto]
   MAX_MODEL_LEN    longest sequence, tokens                         [the model's]
-  KV_CACHE_GB      KV cache per rank, GiB                           [cpu: 1; cuda: what is free]
+  KV_CACHE_GB      KV cache per rank, whole GiB                     [cpu: 1; cuda: what is free]
   EAGER            1: no compilation or CUDA graphs                 [cpu: 1; cuda: 0]
 
-KV transfer:
+KV transfer (KV_HOST, KV_PORT and LEASE_S count on a prefill node only):
   KV_HOST          address the other side reaches this node under   [127.0.0.1]
   KV_PORT          port of the control channel                      [${DEFAULT_KV_PORT}]
   TRANSPORT        how bytes move                                   [nixl]
@@ -51,7 +51,7 @@ try:
     if lease_s:
         config["lease_s"] = float(lease_s)
     config.update(json.loads(extra))
-except ValueError as error:
+except (TypeError, ValueError) as error:
     sys.exit(f"error: KV_PORT, LEASE_S or EXTRA_CONFIG: {error}; got {port!r}, {lease_s!r}, {extra!r}")
 print(json.dumps({
     "kv_connector": "WeaveConnector",
@@ -84,6 +84,10 @@ launch() {
         exit 2
     fi
     : "${PYTHON:=$(default_python)}" "${DEVICE:=$(default_device)}"
+    command -v "$PYTHON" >/dev/null || {
+        echo "error: PYTHON is '$PYTHON'; no such interpreter: run 'make setup', or set it" >&2
+        exit 2
+    }
     : "${HOST:=127.0.0.1}" "${PORT:=$DEFAULT_PORT}" "${SERVED_NAME:=$MODEL}"
     : "${TP:=1}" "${PCP:=1}" "${DCP:=1}" "${PP:=1}" "${BLOCK_SIZE:=16}" "${INTERLEAVE:=$BLOCK_SIZE}"
     : "${DTYPE:=auto}" "${MAX_MODEL_LEN:=}" "${KV_CACHE_GB:=}" "${EAGER:=}"
@@ -107,6 +111,10 @@ launch() {
             ;;
         cuda)
             if [[ -n "$KV_CACHE_GB" ]]; then
+                [[ "$KV_CACHE_GB" =~ ^[0-9]+$ ]] || {
+                    echo "error: KV_CACHE_GB is '$KV_CACHE_GB'; allowed: whole GiB" >&2
+                    exit 2
+                }
                 arguments+=(--kv-cache-memory-bytes "$((KV_CACHE_GB * 1024 ** 3))")
             fi
             ;;

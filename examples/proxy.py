@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import json
 import logging
+import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -48,6 +49,9 @@ class ProxyConfig:
     decode_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        for url in (*self.prefill_urls, *self.decode_urls):
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"node address {url!r} has no scheme; write http://{url}")
         if not self.decode_urls:
             raise ValueError("no decode node given; at least one is needed, pass --decode URL")
         for name in ("connect_timeout_s", "prefill_timeout_s", "decode_timeout_s"):
@@ -326,13 +330,17 @@ def main() -> None:
     options = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    config = ProxyConfig(
-        prefill_urls=tuple(url.rstrip("/") for url in options.prefill),
-        decode_urls=tuple(url.rstrip("/") for url in options.decode),
-        connect_timeout_s=options.connect_timeout_s,
-        prefill_timeout_s=options.prefill_timeout_s,
-        decode_timeout_s=options.decode_timeout_s,
-    )
+    try:
+        config = ProxyConfig(
+            prefill_urls=tuple(url.rstrip("/") for url in options.prefill),
+            decode_urls=tuple(url.rstrip("/") for url in options.decode),
+            connect_timeout_s=options.connect_timeout_s,
+            prefill_timeout_s=options.prefill_timeout_s,
+            decode_timeout_s=options.decode_timeout_s,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     uvicorn.run(build_app(config), host=options.host, port=options.port, access_log=False)
 
 

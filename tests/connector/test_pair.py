@@ -340,6 +340,14 @@ def test_requests_that_read_nothing_release_before_the_answer_and_after(nodes: E
     wait_for(lambda: len(source.sent) == 2, source, target, timeout_s=4)
 
 
+def test_counters_never_fall_when_the_target_has_more_than_the_lease_covers(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    arrive(target, "d", offer(source, "p", range(3), list(range(9))), list(range(40)))
+    assert matched(target, "d", 32) == 0
+    target.consumer.update_state_after_alloc("d", [[0, 1, 2, 3, 4]], 0)
+    assert target.counters.take() == {"loads|local_hit|": 1, "tokens_local": 9}
+
+
 def test_fewer_tokens_than_offered_are_the_first_ones(nodes: ExitStack) -> None:
     source, target = start(nodes, TWO_PLAIN, "memory")
     tokens, kv = list(range(21)), content(3, 21, source.layout)
