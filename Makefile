@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TYPED := layouts transport attention connector kvweave.py examples benchmarks tools
 
-.PHONY: help setup demo test lint types unit test-exhaustive nodes clean
+.PHONY: help setup demo test lint types unit laws test-exhaustive nodes clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ setup:  ## create .venv with everything needed (about 4 minutes the first time)
 demo: setup  ## prefill and decode nodes with different layouts against one plain vLLM node
 	@$(RUN) -m examples.demo
 
-test: lint types unit nodes  ## the gate: all of the checks below, as CI runs them
+test: lint types unit laws nodes  ## the gate: all of the checks below, as CI runs them
 
 lint: setup  ## ruff: format and rules
 	$(RUN) -m ruff format --check .
@@ -29,7 +29,10 @@ types: setup  ## mypy, strict (settings in pyproject.toml)
 	$(RUN) -m mypy $(TYPED)
 
 unit: setup  ## tests that need no vLLM node
-	$(RUN) -m pytest -q -m "not vllm" -n 2 --dist worksteal
+	$(RUN) -m pytest -q -m "not vllm" -n 2 --dist worksteal --ignore=tests/layouts --ignore=tests/benchmarks
+
+laws: setup  ## the laws of layouts over their small domain, and the volume benchmark
+	$(RUN) -m pytest -q -n 2 --dist worksteal tests/layouts tests/benchmarks
 
 test-exhaustive: setup  ## the laws of layouts over their whole domain (about 15 minutes)
 	$(RUN) -m pytest -q -m exhaustive tests/layouts
