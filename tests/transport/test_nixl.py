@@ -188,9 +188,10 @@ def test_closing_a_read_from_a_stopped_process(
     transfer.close()
     assert time.monotonic() - begin < 5.0
     assert transfer.poll() is TransferState.FAILED
+    at_close = reader.buffer.copy()  # the signal takes a moment: some pieces may have been answered before it
     doomed.send_signal(signal.SIGCONT)
     time.sleep(0.3)
-    assert not reader.buffer.any()  # the answer found nobody
+    assert np.array_equal(reader.buffer, at_close)  # the rest of the answer found nobody
     assert finish(reader.read(peers[alive], alive)) is TransferState.DONE
     assert reader.transport.endpoint() == endpoint  # whoever reads from here was not disturbed
 
