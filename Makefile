@@ -6,6 +6,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+LAWS := tests/layouts tests/benchmarks tests/test_command_line.py
 TYPED := layouts transport attention connector kvweave.py examples benchmarks tools
 
 .PHONY: help setup demo test lint types unit laws test-exhaustive nodes clean
@@ -29,10 +30,10 @@ types: setup  ## mypy, strict (settings in pyproject.toml)
 	$(RUN) -m mypy $(TYPED)
 
 unit: setup  ## tests that need no vLLM node
-	$(RUN) -m pytest -q -m "not vllm" -n 2 --dist worksteal --ignore=tests/layouts --ignore=tests/benchmarks
+	$(RUN) -m pytest -q -m "not vllm" -n 2 --dist worksteal $(LAWS:%=--ignore=%)
 
-laws: setup  ## the laws of layouts over their small domain, and the volume benchmark
-	$(RUN) -m pytest -q -n 2 --dist worksteal tests/layouts tests/benchmarks
+laws: setup  ## the laws of layouts over their small domain, and what prints and draws them
+	$(RUN) -m pytest -q -n 2 --dist worksteal $(LAWS)
 
 test-exhaustive: setup  ## the laws of layouts over their whole domain (about 15 minutes)
 	$(RUN) -m pytest -q -m exhaustive tests/layouts
