@@ -112,7 +112,6 @@ class LoadRunner:
         self._read_timeout_s, self._counters = read_timeout_s, counters
         self._commands: queue.SimpleQueue[LoadJob | _Meet | _Stop | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._manifests: dict[SourceId, wire.Manifest] = {}
         self._sources: dict[SourceId, _Source] = {}
         self._active: dict[str, _Active] = {}
         self._thread: threading.Thread | None = None
@@ -185,15 +184,14 @@ class LoadRunner:
                 self._guarded(command, self._begin, command)
             case _Meet(source, manifest):
                 self._forget_former_lives(source)
-                self._manifests[source] = manifest
+                self._sources[source] = _Source.of(manifest)
             case _Stop(request_id, cause, detail) if active := self._active.get(request_id):
                 if cause == "aborted" or active.confirmation is None:
                     active.stop(cause, detail)
 
     def _forget_former_lives(self, source: SourceId) -> None:
-        for former in [known for known in self._manifests if known.address == source.address]:
-            del self._manifests[former]
-            for peer in self._sources.pop(former).peers.values() if former in self._sources else ():
+        for former in [known for known in self._sources if known.address == source.address]:
+            for peer in self._sources.pop(former).peers.values():
                 self._transport.detach(peer)
 
     def _guarded(self, job: LoadJob, step: Callable[..., None], *args: object) -> None:
@@ -212,17 +210,10 @@ class LoadRunner:
 
     def _begin(self, job: LoadJob) -> None:
         """Plan, lower and post the reads of this rank's part."""
-        if job.source not in self._manifests:
-            raise TransferFailed("the prefill node was restarted")
         if job.source not in self._sources:
-            self._sources[job.source] = _Source.of(self._manifests[job.source])
+            raise TransferFailed("the prefill node was restarted")
         source = self._sources[job.source]
         plan = plan_transfer(source.placement, self._placement, job.start, job.stop, salt=job.salt)
-        listed = source.placement.interleave.num_virtual_blocks(job.stop)
-        if len(job.source_block_ids) < listed:
-            raise TransferFailed(
-                f"the prefill node lists {len(job.source_block_ids)} blocks for {job.stop} tokens, {listed} are needed"
-            )
         active = _Active(job, plan, [], 0, time.monotonic() + self._read_timeout_s)
         self._active[job.request_id] = active
         for source_rank, segments in self._segments_by_source(job, source, plan).items():
