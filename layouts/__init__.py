@@ -10,7 +10,8 @@ from layouts.parallel import Holding, ParallelLayout, Placement, Span, split_lay
 from layouts.plan import TransferPlan, plan_transfer
 from layouts.routes import Route
 from layouts.runs import RUN_DTYPE
-from layouts.volume import RankVolume, Volume, plan_volume, predict_volume
+from layouts.sharing import SharedPlan, share_replicas
+from layouts.volume import RankVolume, Volume, plan_volume, predict_shared_volume, predict_volume
 
 __all__ = [
     "NOT_OWNED",
@@ -24,12 +25,15 @@ __all__ = [
     "PlanError",
     "RankVolume",
     "Route",
+    "SharedPlan",
     "Span",
     "TransferPlan",
     "Volume",
     "chunk_swap",
     "plan_transfer",
     "plan_volume",
+    "predict_shared_volume",
     "predict_volume",
+    "share_replicas",
     "split_layers",
 ]

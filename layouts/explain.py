@@ -15,6 +15,7 @@ from layouts.interleave import Interleave
 from layouts.parallel import Placement
 from layouts.plan import TransferPlan
 from layouts.routes import Route
+from layouts.sharing import SharedPlan
 from layouts.words import align, counted, ranges
 
 _SHOWN_RANKS = 6
@@ -86,18 +87,33 @@ def describe(placement: Placement) -> str:
     )
 
 
-def describe_routes(plan: TransferPlan, entry_bytes: int) -> list[str]:
-    """One line per route, with a headline; `entry_bytes` is what one token of one head in one layer takes."""
-    rows: list[tuple[str, ...]] = [("from", "to", "heads", "layers", "tokens", "runs", "bytes", "positions")]
-    rows += [_route_row(route, plan, entry_bytes) for route in plan.routes]
+def describe_routes(plan: TransferPlan | SharedPlan, entry_bytes: int) -> list[str]:
+    """One line per route between the nodes; `entry_bytes` is what one token of one head in one layer takes."""
+    whole, rows = _whole(plan), [_HEADLINE]
+    for route in crossing(plan):
+        to = f"-> {_named(whole.target, [route.target_rank])}"
+        rows.append((_named(whole.source, [route.source_rank]), to, *_route_cells(route, 1, entry_bytes)))
     return align(rows, right=(4, 5, 6))
 
 
-def describe_idle(plan: TransferPlan) -> list[str]:
-    """Which ranks take no part and why."""
-    lines = []
-    idle = [rank for rank, readers in enumerate(plan.num_readers_of) if readers == 0]
-    read_shards = {plan.source.holdings[route.source_rank].shard for route in plan.routes}
+def describe_exchanges(shared: SharedPlan, entry_bytes: int) -> list[str]:
+    """One line for what a target rank gives to all its replicas; bytes are those to all of them."""
+    takers: dict[tuple[int, int], list[Route]] = {}
+    for route in shared.exchanges:
+        takers.setdefault((route.source_rank, id(route.runs)), []).append(route)
+    rows, target = [_HEADLINE], shared.plan.target
+    for (giver, _), routes in sorted(takers.items()):
+        to = f"-> {_named(target, [route.target_rank for route in routes])}"
+        rows.append((_named(target, [giver]), to, *_route_cells(routes[0], len(routes), entry_bytes)))
+    return align(rows, right=(4, 5, 6))
+
+
+def describe_idle(plan: TransferPlan | SharedPlan) -> list[str]:
+    """Which ranks take no part in the routes between the nodes, and why."""
+    lines, routes, plan = [], crossing(plan), _whole(plan)
+    read, reading = {route.source_rank for route in routes}, {route.target_rank for route in routes}
+    read_shards = {plan.source.holdings[rank].shard for rank in read}
+    idle = [rank for rank in range(plan.source.num_ranks) if rank not in read]
     replicas = [rank for rank in idle if plan.source.holdings[rank].shard in read_shards]
     empty = [rank for rank in idle if plan.source.holdings[rank].shard not in read_shards]
     if replicas:
@@ -107,6 +123,9 @@ def describe_idle(plan: TransferPlan) -> list[str]:
     needless = [rank for rank, tokens in enumerate(plan.num_tokens_to) if tokens == 0]
     if needless:
         lines.append(f"target ranks that need nothing: {ranges(needless)} (nobody waits for them)")
+    filled = [rank for rank in plan.readers if rank not in reading]
+    if filled:
+        lines.append(f"target ranks that get everything from their replicas: {ranges(filled)}")
     return lines or ["every source rank is read, every target rank reads"]
 
 
@@ -141,16 +160,30 @@ def label(positions: npt.ArrayLike, num_tokens: npt.ArrayLike) -> str:
     return ",".join(spans)
 
 
-def _route_row(route: Route, plan: TransferPlan, entry_bytes: int) -> tuple[str, ...]:
-    num_bytes = route.num_tokens * route.heads.size * route.layers.size * entry_bytes
+def crossing(plan: TransferPlan | SharedPlan) -> tuple[Route, ...]:
+    """The routes between the nodes."""
+    return plan.reads if isinstance(plan, SharedPlan) else plan.routes
+
+
+def _whole(plan: TransferPlan | SharedPlan) -> TransferPlan:
+    return plan.plan if isinstance(plan, SharedPlan) else plan
+
+
+_HEADLINE: tuple[str, ...] = ("from", "to", "heads", "layers", "tokens", "runs", "bytes", "positions")
+
+
+def _named(placement: Placement, ranks: Sequence[int]) -> str:
+    """Ranks of one shard, with it."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} (shard {placement.holdings[ranks[0]].shard})"
+
+
+def _route_cells(route: Route, num_takers: int, entry_bytes: int) -> tuple[str, ...]:
     return (
-        f"rank {route.source_rank} (shard {plan.source.holdings[route.source_rank].shard})",
-        f"-> rank {route.target_rank} (shard {plan.target.holdings[route.target_rank].shard})",
         ranges(range(*route.heads)),
         ranges(range(*route.layers)),
         f"{route.num_tokens:,}",
         f"{len(route.runs):,}",
-        f"{num_bytes:,}",
+        f"{route.num_entries * num_takers * entry_bytes:,}",
         label(route.runs["position"], route.runs["num_tokens"]),
     )
 

@@ -173,6 +173,11 @@ class ParallelLayout:
         holdings = tuple(Holding(self._shard(pcp, tp), self._heads(tp), layers) for layers, pcp, tp in ranks)
         return Placement(self.interleave, holdings, self.num_kv_heads, self.num_layers)
 
+    @property
+    def is_started_by_vllm(self) -> bool:
+        """Whether vLLM 0.32 starts with these sizes; layouts are more general than its choice of DCP where PCP > 1."""
+        return self.pcp == 1 or (not self.pcp_shards_kv and self.dcp in (1, self.pcp, self.tp * self.pcp))
+
     def _shard(self, pcp: int, tp: int) -> int:
         if not self.dcp_sharded:
             return 0
@@ -206,8 +211,7 @@ class ParallelLayout:
         return self.dcp if self.pcp_shards_kv else max(1, self.dcp // self.pcp)
 
     def _check_context_parallel(self) -> None:
-        """A group is part of one PCP axis, or whole PCP axes of ranks that follow each other. (vLLM 0.32 itself starts
-        only 1, PCP and TP * PCP where PCP > 1.)"""
+        """A group is part of one PCP axis, or whole PCP axes of ranks that follow each other."""
         pcp = 1 if self.pcp_shards_kv else self.pcp
         sizes = sorted({*divisors(pcp), *(pcp * size for size in divisors(self.tp))})
         if self.dcp not in sizes:

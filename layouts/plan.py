@@ -6,17 +6,14 @@ only; knows block table indices and slots, never physical block ids, addresses, 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from layouts.errors import PlanError, config_error
 from layouts.interleave import Interleave
-from layouts.parallel import Holding, ParallelLayout, Placement
-from layouts.proof import prove_ranks, prove_runs, require, stop_of
+from layouts.parallel import ParallelLayout, Placement
+from layouts.proof import pieces_of, prove_apart, prove_ranks, prove_runs, shards_of
 from layouts.routes import Route, choose_routes
 from layouts.runs import Runs, ShardPair, runs_by_shards
 
@@ -85,24 +82,22 @@ class TransferPlan:
             raise PlanError(f"positions {self.start} .. {self.stop} are not a range")
         for route in self.routes:
             prove_ranks(route, self.source, self.target)
-        self._check_totals(self._check_runs())
-        pieces = self._pieces()
-        for routes in pieces.values():
-            for before, after in pairwise(routes):
-                require(stop_of(before) <= after.runs["position"][0], "a second copy", after)
-        self._check_choice(pieces.values())
+        self._check_totals(prove_runs(self.routes, self.source, self.target, self.start, self.stop))
+        prove_apart(self._pieces())
+        chosen = choose_routes(self.source, self.target, self.runs_by_shards(), self.salt)
+        if [route.terms for route in self.routes] != [route.terms for route in chosen]:
+            raise PlanError("the routes are not those that the other end chooses among replicas, or out of order")
 
-    def _check_runs(self) -> dict[int, int]:
-        """Checks each array of runs for its pair of shards; gives the number of tokens by the array's id."""
-        num_tokens: dict[int, int] = {}
-        proven: set[tuple[int, ShardPair]] = set()
-        for route in self.routes:
-            shards = self._shards(route)
-            if (id(route.runs), shards) not in proven:
-                proven.add((id(route.runs), shards))
-                prove_runs(route, self.source.interleave, self.target.interleave, shards, self.start, self.stop)
-                num_tokens[id(route.runs)] = route.num_tokens
-        return num_tokens
+    def runs_by_shards(self) -> dict[ShardPair, Runs]:
+        """All runs of each pair (source shard, target shard) that has any, ascending; read-only arrays."""
+        runs: dict[ShardPair, Runs] = {}
+        for routes in self._pieces():
+            pair = shards_of(routes[0], self.source, self.target)
+            if pair not in runs:
+                parts = [route.runs for route in routes]
+                runs[pair] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                runs[pair].setflags(write=False)
+        return runs
 
     def _check_totals(self, num_tokens: dict[int, int]) -> None:
         filled = [0] * self.target.num_ranks
@@ -113,29 +108,9 @@ class TransferPlan:
             if filled[rank] != needed:
                 raise PlanError(f"target rank {rank} gets {filled[rank]} of {needed} (token, head, layer) entries")
 
-    def _check_choice(self, pieces: Iterable[list[Route]]) -> None:
-        """The plan is the one that `choose_routes` makes of its runs: of replicas any other would serve as well."""
-        runs: dict[ShardPair, Runs] = {}
-        for routes in pieces:
-            pair = self._shards(routes[0])
-            if pair not in runs:
-                parts = [route.runs for route in routes]
-                runs[pair] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        chosen = choose_routes(self.source, self.target, runs, self.salt)
-        if [_terms(route) for route in self.routes] != [_terms(route) for route in chosen]:
-            raise PlanError("the routes are not those that the other end chooses among replicas, or out of order")
-
-    def _pieces(self) -> dict[tuple[int, Holding], list[Route]]:
-        """The routes by (target rank, source holding), in order of position."""
-        pieces: dict[tuple[int, Holding], list[Route]] = defaultdict(list)
-        for route in self.routes:
-            pieces[route.target_rank, self.source.holdings[route.source_rank]].append(route)
-        for routes in pieces.values():
-            routes.sort(key=lambda route: int(route.runs["position"][0]))
-        return pieces
-
-    def _shards(self, route: Route) -> ShardPair:
-        return self.source.holdings[route.source_rank].shard, self.target.holdings[route.target_rank].shard
+    def _pieces(self) -> list[list[Route]]:
+        """The routes to one target rank from replicas of one source holding, in order of position."""
+        return pieces_of(self.routes, lambda route: (route.target_rank, self.source.holdings[route.source_rank]))
 
 
 def plan_transfer(
@@ -153,11 +128,11 @@ def plan_transfer(
         stop: number of tokens of the request that the source has.
         salt: which replica begins; any integer that both ends know. One request is spread alike whatever it
             is, but prompts of a block or two would all read the same replica: requests that are numbered
-            through spread over all.
+            through, or have random salts, spread over all.
 
     Of replicas (source ranks with equal holdings) each gives the same number of bytes to within a block, a
-    target rank's range being split between them at block borders where needed; `choose_routes` has the rule.
-    Every target replica reads its own copy.
+    target rank's range being split between them at block borders where needed; `choose_routes` has the rule, and
+    what it promises over many requests. Every target replica reads its own copy; `share_replicas` has the other way.
 
     Raises:
         ConfigError: KV heads or layers differ, or not 0 <= start <= stop.
@@ -193,9 +168,3 @@ def _require_same_cache(source: Placement, target: Placement) -> None:
 
 def _num_tokens_between(interleave: Interleave, shard: int, start: int, stop: int) -> int:
     return interleave.num_local_tokens(stop, shard) - interleave.num_local_tokens(start, shard)
-
-
-def _terms(route: Route) -> tuple[object, ...]:
-    """What tells apart routes of runs that are known to be right."""
-    first = int(route.runs["position"][0])
-    return route.source_rank, route.target_rank, route.heads, route.layers, first, len(route.runs)

@@ -17,6 +17,7 @@ from layouts.interleave import IntArray, Interleave
 from layouts.parallel import Holding, Placement
 from layouts.plan import TransferPlan
 from layouts.routes import Route
+from layouts.sharing import SharedPlan
 
 EMPTY = -1
 """The content of a cache slot that nothing was written to."""
@@ -76,14 +77,33 @@ def fill(placement: Placement, start: int, stop: int) -> list[IntArray]:
 def execute(plan: TransferPlan, source: Sequence[IntArray]) -> list[IntArray]:
     """Does what a plan says: the caches of the target ranks after reading from those of the source ranks."""
     caches = empty_caches(plan.target, plan.stop)
-    for route in plan.routes:
-        giver, taker = plan.source.holdings[route.source_rank], plan.target.holdings[route.target_rank]
-        _, source_block, source_slot, target_block, target_slot = _unrolled(route)
-        taken = source[route.source_rank][source_block, source_slot]
-        written = caches[route.target_rank][target_block, target_slot]
-        written[_part(route, taker)] = taken[_part(route, giver)]
-        caches[route.target_rank][target_block, target_slot] = written
+    _copy(plan.routes, plan.source, source, plan.target, caches)
     return caches
+
+
+def execute_shared(shared: SharedPlan, source: Sequence[IntArray]) -> tuple[list[IntArray], list[IntArray]]:
+    """Does what a shared plan says: the caches of the target ranks after the reads alone, and after the exchanges.
+
+    Exchanges take nothing that came by an exchange, so they may happen in any order.
+    """
+    plan = shared.plan
+    read = empty_caches(plan.target, plan.stop)
+    _copy(shared.reads, plan.source, source, plan.target, read)
+    whole = [cache.copy() for cache in read]
+    _copy(shared.exchanges, plan.target, read, plan.target, whole)
+    return read, whole
+
+
+def _copy(
+    routes: Sequence[Route], givers: Placement, given: Sequence[IntArray], takers: Placement, taken: Sequence[IntArray]
+) -> None:
+    for route in routes:
+        giver, taker = givers.holdings[route.source_rank], takers.holdings[route.target_rank]
+        _, source_block, source_slot, target_block, target_slot = _unrolled(route)
+        moved = given[route.source_rank][source_block, source_slot]
+        written = taken[route.target_rank][target_block, target_slot]
+        written[_part(route, taker)] = moved[_part(route, giver)]
+        taken[route.target_rank][target_block, target_slot] = written
 
 
 def empty_caches(placement: Placement, num_tokens: int) -> list[IntArray]:

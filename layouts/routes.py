@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -38,37 +38,22 @@ class Route:
         """Tokens moved, each for all heads and layers."""
         return int(self.runs["num_tokens"].sum())
 
+    @property
+    def num_entries(self) -> int:
+        """(token, head, layer) entries moved."""
+        return self.num_tokens * self.heads.size * self.layers.size
 
-def choose_routes(source: Placement, target: Placement, runs: Mapping[ShardPair, Runs], salt: int) -> tuple[Route, ...]:
-    """At most one route for each pair of ranks, in order of (target rank, source rank).
-
-    Each target rank needs from every distinct source holding what both have. Where several source ranks
-    have that holding, the needs of all readers are laid end to end in order of target rank, and cut into
-    one part for each replica, as equal as block borders allow: see `_even_cuts`. The replicas take the parts in
-    order of rank, beginning with number `salt` modulo their number.
-    """
-    block_tokens = min(source.interleave.block_tokens, target.interleave.block_tokens)
-    num_tokens = {pair: int(piece["num_tokens"].sum()) for pair, piece in runs.items()}
-    routes: list[Route] = []
-    for holding, ranks in _replicas(source).items():
-        needs = list(_needs_from(holding, target, runs, num_tokens))
-        if needs:
-            first = salt % len(ranks)
-            routes.extend(_deal(needs, ranks[first:] + ranks[:first], block_tokens))
-    return tuple(sorted(routes, key=lambda route: (route.target_rank, route.source_rank)))
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """What tells apart routes of runs that are known to be right."""
+        first = int(self.runs["position"][0])
+        return self.source_rank, self.target_rank, self.heads, self.layers, first, len(self.runs)
 
 
-def _replicas(placement: Placement) -> dict[Holding, list[int]]:
-    """The distinct holdings, each with the ranks that have it in ascending order."""
-    replicas: dict[Holding, list[int]] = defaultdict(list)
-    for rank, holding in enumerate(placement.holdings):
-        replicas[holding].append(rank)
-    return replicas
+class Need(NamedTuple):
+    """What one target rank needs from the ranks with one source holding."""
 
-
-class _Need(NamedTuple):
-    """What one target rank needs from one source holding."""
-
+    giver: Holding
     target_rank: int
     heads: Span
     layers: Span
@@ -80,34 +65,90 @@ class _Need(NamedTuple):
         """(head, layer) entries of one token."""
         return self.heads.size * self.layers.size
 
-    def route(self, source_rank: int, first: int, last: int) -> Route:
-        """The runs number first .. last-1 from one replica."""
-        whole = first == 0 and last == len(self.runs)
-        runs = self.runs if whole else self.runs[first:last]
-        return Route(source_rank, self.target_rank, self.heads, self.layers, runs)
+    def part(self, first: int, last: int) -> Need:
+        """The runs number first .. last-1 of it."""
+        if first == 0 and last == len(self.runs):
+            return self
+        runs = self.runs[first:last]
+        return self._replace(runs=runs, num_tokens=int(runs["num_tokens"].sum()))
+
+    def route(self, source_rank: int) -> Route:
+        """All of it from one replica."""
+        return Route(source_rank, self.target_rank, self.heads, self.layers, self.runs)
 
 
-def _needs_from(
-    holding: Holding, target: Placement, runs: Mapping[ShardPair, Runs], num_tokens: Mapping[ShardPair, int]
-) -> Iterator[_Need]:
+def choose_routes(source: Placement, target: Placement, runs: Mapping[ShardPair, Runs], salt: int) -> tuple[Route, ...]:
+    """At most one route for each pair of ranks, in order of (target rank, source rank).
+
+    Each target rank needs from every distinct source holding what both have. Where several source ranks
+    have that holding, the needs of all readers are laid end to end in order of target rank, and cut into
+    one part for each replica, as equal as block borders allow: see `_even_cuts`. The replicas take the parts in
+    order of rank, beginning with number `salt` modulo their number.
+
+    Over many equal requests with salts that count up, m requests give each of k replicas m parts in a row. So all
+    have given the same after k requests, and meanwhile are at most k // 2 blocks apart: two such rows differ in at
+    most min(m, k - m) pairs of parts, each by at most a block. Requests of whole blocks, cut at rounded even places,
+    stay within one block. Requests that are not equal add up to a block each; no rule that knows one request alone
+    can do better for all mixtures, as who should take a larger part depends on what came before.
+    """
+    return deal(source, needs_of(source, target, runs), smaller_block(source, target), salt)
+
+
+def needs_of(source: Placement, target: Placement, runs: Mapping[ShardPair, Runs]) -> list[Need]:
+    """What each target rank needs from each distinct source holding, in order of target rank."""
+    num_tokens = {pair: int(piece["num_tokens"].sum()) for pair, piece in runs.items()}
+    givers, needs = list(replicas(source)), []
     for target_rank, need in enumerate(target.holdings):
-        pair = (holding.shard, need.shard)
-        if pair not in runs:
-            continue
-        heads, layers = holding.heads.intersect(need.heads), holding.layers.intersect(need.layers)
-        if heads.size > 0 and layers.size > 0:
-            yield _Need(target_rank, heads, layers, runs[pair], num_tokens[pair])
+        for giver in givers:
+            pair = (giver.shard, need.shard)
+            if pair not in runs:
+                continue
+            heads, layers = giver.heads.intersect(need.heads), giver.layers.intersect(need.layers)
+            if heads.size > 0 and layers.size > 0:
+                needs.append(Need(giver, target_rank, heads, layers, runs[pair], num_tokens[pair]))
+    return needs
 
 
-def _deal(needs: list[_Need], ranks: Sequence[int], block_tokens: int) -> Iterator[Route]:
-    """Gives each rank its part of the needs laid end to end."""
+def deal(source: Placement, needs: Iterable[Need], block_tokens: int, salt: int) -> tuple[Route, ...]:
+    """Spreads the needs from each holding over the source ranks that have it; routes as `choose_routes` has them."""
+    needs_from: dict[Holding, list[Need]] = defaultdict(list)
+    for need in needs:
+        needs_from[need.giver].append(need)
+    routes: list[Route] = []
+    for giver, ranks in replicas(source).items():
+        routes.extend(part.route(rank) for rank, part in spread(needs_from[giver], ranks, block_tokens, salt))
+    return tuple(sorted(routes, key=lambda route: (route.target_rank, route.source_rank)))
+
+
+def spread(needs: Sequence[Need], ranks: Sequence[int], block_tokens: int, salt: int) -> Iterator[tuple[int, Need]]:
+    """The needs laid end to end and cut into equal parts, one for each rank: (rank, part of a need) pairs.
+
+    Rank number `salt` modulo their number begins.
+    """
+    if not needs:
+        return
+    turn = salt % len(ranks)
     cuts = _even_cuts(needs, len(ranks), block_tokens) if len(ranks) > 1 else []
-    for rank, (begin, end) in zip(ranks, pairwise([_Cut(0, 0, 0), *cuts, _Cut(0, len(needs), 0)]), strict=True):
+    borders = pairwise([_Cut(0, 0, 0), *cuts, _Cut(0, len(needs), 0)])
+    for rank, (begin, end) in zip([*ranks[turn:], *ranks[:turn]], borders, strict=True):
         for index in range(begin.need, min(end.need + 1, len(needs))):
             first = begin.run if index == begin.need else 0
             last = end.run if index == end.need else len(needs[index].runs)
             if first < last:
-                yield needs[index].route(rank, first, last)
+                yield rank, needs[index].part(first, last)
+
+
+def replicas(placement: Placement) -> dict[Holding, list[int]]:
+    """The distinct holdings, each with the ranks that have it in ascending order."""
+    ranks_of: dict[Holding, list[int]] = defaultdict(list)
+    for rank, holding in enumerate(placement.holdings):
+        ranks_of[holding].append(rank)
+    return ranks_of
+
+
+def smaller_block(source: Placement, target: Placement) -> int:
+    """Tokens of the smaller block: what equal shares may differ by."""
+    return min(source.interleave.block_tokens, target.interleave.block_tokens)
 
 
 class _Cut(NamedTuple):
@@ -118,11 +159,11 @@ class _Cut(NamedTuple):
     run: int
 
 
-def _even_cuts(needs: Sequence[_Need], num_parts: int, block_tokens: int) -> list[_Cut]:
+def _even_cuts(needs: Sequence[Need], num_parts: int, block_tokens: int) -> list[_Cut]:
     """Where to cut needs laid end to end so that the largest part exceeds the smallest by a block at most.
 
     Readers stay whole, an equal number for each part, if that is even enough. Otherwise each cut goes to the end
-    of a need within half a block of its even place, which saves a route, or else to the nearest block border; no
+    of a need less than half a block from its even place, which saves a route, or else to the nearest block border; no
     part is then more than a block away from an equal share. If two parts differ by more than a block all the same,
     cuts move to borders nearby.
     """
@@ -146,7 +187,7 @@ def _even_cuts(needs: Sequence[_Need], num_parts: int, block_tokens: int) -> lis
 class _Line:
     """Needs laid end to end, with the places where they may be cut."""
 
-    def __init__(self, needs: Sequence[_Need]) -> None:
+    def __init__(self, needs: Sequence[Need]) -> None:
         self._needs = needs
         self._ends = list(accumulate(need.num_tokens * need.token_entries for need in needs))
         self._borders: dict[int, tuple[IntArray, IntArray]] = {}
@@ -160,7 +201,7 @@ class _Line:
         return _Cut(self._start(index), index, 0)
 
     def nearest(self, even: int, block_tokens: int) -> _Cut:
-        """The end of the need at a place if it is within half a block, else the nearest border, the later of two."""
+        """The end of the need at a place if less than half a block away, else the nearest border, the later of two."""
         index = bisect_right(self._ends, even)
         if even == self._start(index):
             return self.start_of(index)
@@ -168,7 +209,7 @@ class _Line:
 
         def distance(border: _Cut) -> tuple[bool, int, int]:
             away = abs(border.entries - even)
-            return border.run > 0 or 2 * away > block_entries, away, -border.entries
+            return border.run > 0 or 2 * away >= block_entries, away, -border.entries
 
         return min(self._borders_in(index, even), key=distance)
 

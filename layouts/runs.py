@@ -37,9 +37,14 @@ def runs_by_shards(source: Interleave, target: Interleave, start: int, stop: int
     growth = growth_per_period(source, target)
     period = int(growth[0])
     num_periods = -(-(stop - first) // period)
-    runs = {}
-    for pair, pattern in _runs_of_one_period(source, target, first, min(first + period, stop)):
-        repeated = _trim(_repeat(pattern, num_periods, growth), start, stop)
+    patterns = list(_runs_of_one_period(source, target, first, min(first + period, stop)))
+    memory = np.empty(num_periods * sum(len(pattern) for _, pattern in patterns), dtype=RUN_DTYPE)
+    runs, used = {}, 0
+    for pair, pattern in patterns:
+        repeated = memory[used : used + num_periods * len(pattern)]
+        used += len(repeated)
+        _repeat(pattern, growth, repeated)
+        repeated = _trim(repeated, start, stop)
         repeated.setflags(write=False)
         if len(repeated):
             runs[pair] = repeated
@@ -93,12 +98,17 @@ def _cuts(first: int, end: int, *sizes: int) -> IntArray:
     return cuts
 
 
-def _repeat(pattern: Runs, num_periods: int, growth: IntArray) -> Runs:
-    """The runs of all periods; `growth` is by how much each field grows from one to the next."""
-    periods = np.arange(num_periods, dtype=np.int64)[:, None]
-    table = np.multiply(periods, np.tile(growth, len(pattern)))
-    table += pattern.view(np.int64)
-    return table.view(RUN_DTYPE).reshape(-1)
+def _repeat(pattern: Runs, growth: IntArray, repeated: Runs) -> None:
+    """Fills `repeated` with the runs of all periods; `growth` is by how much each field grows from one to the next."""
+    num_periods = len(repeated) // len(pattern)
+    table = repeated.view(np.int64).reshape(num_periods, -1)
+    table[0] = pattern.view(np.int64)
+    grown = np.broadcast_to(growth, (len(pattern), len(growth))).reshape(-1)
+    done = 1
+    while done < num_periods:  # doubles what is done, so that each run is written once
+        more = min(done, num_periods - done)
+        np.add(table[:more], done * grown, out=table[done : done + more])
+        done += more
 
 
 def _trim(runs: Runs, start: int, stop: int) -> Runs:

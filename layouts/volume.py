@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
@@ -164,6 +164,18 @@ def predict_volume(
     givers = dict.fromkeys(source.holdings)
     by_need = {need: _needed(need, givers, traffic) for need in dict.fromkeys(target.holdings)}
     return _volume(source, target, start, stop, [by_need[need] for need in target.holdings])
+
+
+def predict_shared_volume(
+    source: ParallelLayout | Placement, target: ParallelLayout | Placement, start: int, stop: int
+) -> Volume:
+    """What crosses between the nodes in `share_replicas`, by formula: `ranks` is indexed by distinct target holding.
+
+    Arguments, costs, messages and errors are those of `predict_volume`.
+    """
+    target = target.placement if isinstance(target, ParallelLayout) else target
+    distinct = replace(target, holdings=tuple(dict.fromkeys(target.holdings)))
+    return predict_volume(source, distinct, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,59 @@ def test_both_pcp_meanings_can_be_asked_for(capsys: pytest.CaptureFixture[str]) 
     assert "source ranks with no token to give: 10..15" in older
 
 
+REPLICAS = split("--source tp=2,dcp=2,interleave=16 --target tp=4,dcp=2,interleave=16 --mla")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "moved"),
+    [
+        ((), "share (auto)", 73_728),
+        (("--replicas", "share"), "share", 73_728),
+        (("--replicas", "fetch"), "fetch", 147_456),
+    ],
+)
+def test_replicas_fetch_or_share(
+    capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], said: str, moved: int
+) -> None:
+    explanation = (
+        f"Replicas: {said}. Between the nodes fetch moves 147,456 bytes; share moves 73,728, "
+        "and 73,728 inside the target node. The connector fetches today."
+    )
+    out = output_of(capsys, "plan", *REPLICAS, "--tokens", "64", *asked)
+    assert explanation in out and f"in 4 messages, {moved:,} bytes" in out
+    assert ("Inside the target node" in out) == ("share" in said)
+    if "share" in said:
+        assert re.search(r"rank 0 \(shard 0\) +-> rank 2 \(shard 0\) +0 +0 +16 +1 +18,432 +32\.\.47", out)
+        assert re.search(r"rank 2 \(shard 0\) +-> rank 0 \(shard 0\) +0 +0 +16 +1 +18,432 +32\.\.47", out)
+    priced = output_of(capsys, "volume", *REPLICAS, "--tokens", "64", *asked).splitlines()
+    assert priced[3] == explanation
+    assert priced[-1].split()[:3] == ["64", "1", f"{moved:,}"]
+
+
+def test_replicas_that_read_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    out = output_of(capsys, *split("plan --source tp=1 --target tp=8 --tokens 16 --mla"))
+    assert "target ranks that get everything from their replicas: 1..7" in out
+    assert re.search(r"rank 0 \(shard 0\) +-> ranks 1\.\.7 \(shard 0\) +0 +0 +16 +1 +129,024 +0\.\.15", out)
+    assert "Replicas: nothing to share at the target" in output_of(capsys, *V3B)
+
+
+def test_layouts_that_vllm_does_not_start_get_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "Note: vLLM 0.32 does not start the source: with pcp=2 it starts dcp 1, 2, 16, and never pcp_shards_kv."
+    assert note in output_of(capsys, *ISSUE_EXAMPLE)
+    assert "Note:" not in output_of(capsys, *[each.replace("dcp=8", "dcp=16") for each in ISSUE_EXAMPLE])
+
+
+def test_help_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (
+        ("advise", "without it give --layers, and --kv-heads or --mla"),
+        ("plan", "layouts that vLLM itself does not start are accepted too"),
+        ("volume", "each one fetches its own copy (what the connector does)"),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            kvweave.main([command, "--help"])
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_plan_in_color_paints_both_tables_alike() -> None:
     plan = plan_transfer(ParallelLayout(tp=2, dcp=2, mla=True), ParallelLayout(mla=True), 0, 4)
     source, target = plan_tables(plan, 8)
@@ -208,6 +261,8 @@ PAIR = ("plan", "--tokens", "9", "--target", "tp=1", "--source")
         ([*PAIR, "tp=1", "--tokens", "0"], "argument --tokens: got '0'; allowed: an integer from 1 to 16777216"),
         ([*PAIR, "tp=1", "--kv-heads", "8", "--mla"], "not allowed with argument"),
         ([*PAIR, "tp=1", "--dtype", "int3"], "choose from"),
+        ([*PAIR, "tp=1", "--replicas", "steal"], "choose from"),
+        (split("plan --mla --tokens 9 --source tp=1 --target tp=512"), "got 261,632 exchanges between target ranks"),
         (["plan", "--source", "tp=1", "--tokens", "9"], "required: --target"),
         (["volume", "--source", "tp=1", "--target", "tp=1", "--tokens", "5y"], "allowed: N or NxCOUNT"),
         (["volume", "--source", "tp=1", "--target", "tp=1", "--tokens", "5x0"], "got '5x0'"),

@@ -37,8 +37,12 @@ _CHUNKS = (2048, 8192, 32768)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `advise`."""
-    parser.add_argument("--model-config", metavar="FILE", help="the model's config.json (or its folder)")
-    add_cache_options(parser)
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="the model's config.json, or its folder; without it give --layers, and --kv-heads or --mla",
+    )
+    add_cache_options(parser, instead_of="--model-config")
     size = integer(1, MAX_SIZE)
     parser.add_argument("--query-heads", type=size, metavar="N", help="query heads (default 8 per KV head; MLA 128)")
     parser.add_argument("--gpus", type=integer(1, MAX_RANKS), required=True, metavar="N", help="cards of one node")

@@ -14,7 +14,8 @@ MAX_SIZE = 1 << 16
 MAX_RANKS = 4096
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 LAYOUT_HELP = (
-    "sizes as in tp=8,pcp=2,dcp=2,pp=1,block=16,interleave=16; what is left out is as in vLLM (block 16, rest 1)"
+    "sizes as in tp=8,pcp=2,dcp=2,pp=1,block=16,interleave=16; what is left out is as in vLLM (block 16, rest 1); "
+    "layouts that vLLM itself does not start are accepted too"
 )
 
 _FIELDS = {
@@ -46,14 +47,54 @@ class CacheSizes:
         return f"{kind}, {layers}, {self.entry_bytes:,} bytes per token, head and layer"
 
 
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `cache_sizes` reads."""
+def add_cache_options(parser: argparse.ArgumentParser, *, instead_of: str = "") -> None:
+    """Adds the options that `cache_sizes` reads; `instead_of` another option they have no default and are required."""
+    heads, layers = "default 8", "default 1"
+    if instead_of:
+        heads, layers = f"this or --mla is needed without {instead_of}", f"needed without {instead_of}"
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--kv-heads", type=integer(1, MAX_SIZE), metavar="H", help="KV heads of the model (default 8)")
+    kind.add_argument("--kv-heads", type=integer(1, MAX_SIZE), metavar="H", help=f"KV heads of the model ({heads})")
     kind.add_argument("--mla", action="store_true", help="multi-head latent attention: one latent instead of KV heads")
-    parser.add_argument("--layers", type=integer(1, MAX_SIZE), metavar="L", help="layers with a KV cache (default 1)")
+    parser.add_argument("--layers", type=integer(1, MAX_SIZE), metavar="L", help=f"layers with a KV cache ({layers})")
     parser.add_argument("--head-dim", type=integer(1, MAX_SIZE), metavar="D", help="head size (128; MLA latent 576)")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="of the KV cache (bfloat16)")
+
+
+def add_replicas_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `Replicas` is made from."""
+    parser.add_argument(
+        "--replicas",
+        choices=("auto", "fetch", "share"),
+        default="auto",
+        help="how decode ranks with equal content get it: each one fetches its own copy (what the connector does), "
+        "or they share one copy and exchange its parts; auto takes what moves fewer bytes between the nodes (auto)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How replicas at the target are filled: what was asked for, and the bytes between the nodes of both ways."""
+
+    asked: str
+    fetched_bytes: int
+    shared_bytes: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether they share one copy."""
+        return self.asked == "share" or (self.asked == "auto" and self.shared_bytes < self.fetched_bytes)
+
+    @property
+    def explanation(self) -> str:
+        """What was chosen, why, and both numbers."""
+        fetched, shared = f"{self.fetched_bytes:,}", f"{self.shared_bytes:,}"
+        if fetched == shared:
+            return f"Replicas: nothing to share at the target; {fetched} bytes between the nodes."
+        chosen = ("share" if self.shared else "fetch") + (" (auto)" if self.asked == "auto" else "")
+        return (
+            f"Replicas: {chosen}. Between the nodes fetch moves {fetched} bytes; share moves {shared}, and "
+            f"{self.fetched_bytes - self.shared_bytes:,} inside the target node. The connector fetches today."
+        )
 
 
 def cache_sizes(options: argparse.Namespace) -> CacheSizes:
@@ -79,6 +120,16 @@ def parse_layout(option: str, text: str, cache: CacheSizes) -> ParallelLayout:
         if not cache.mla and _works(sizes, replace(cache, num_kv_heads=1, mla=True)):
             remedy = f" This is for {cache.num_kv_heads} KV heads; with --mla the layout works."
         raise ConfigError(f"{option} {text}: {error}{remedy}") from None
+
+
+def vllm_notes(**layouts: ParallelLayout) -> list[str]:
+    """One line for each layout that can be planned, but that vLLM does not start."""
+    return [
+        f"Note: vLLM 0.32 does not start the {end}: with pcp={layout.pcp} it starts dcp "
+        f"{listed(sorted({1, layout.pcp, layout.tp * layout.pcp}))}, and never pcp_shards_kv."
+        for end, layout in layouts.items()
+        if not layout.is_started_by_vllm
+    ]
 
 
 def integer(minimum: int, maximum: int) -> Callable[[str], int]:

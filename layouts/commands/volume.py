@@ -9,15 +9,16 @@ from layouts.commands.options import (
     LAYOUT_HELP,
     MAX_TOKENS,
     CacheSizes,
+    Replicas,
     add_cache_options,
+    add_replicas_option,
     cache_sizes,
     integer,
     parse_layout,
 )
 from layouts.errors import config_error
 from layouts.explain import describe
-from layouts.parallel import ParallelLayout
-from layouts.volume import Volume, predict_volume
+from layouts.volume import Volume, predict_shared_volume, predict_volume
 from layouts.words import align
 
 HEADLINE = (
@@ -47,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--start", type=integer(0, MAX_TOKENS), default=0, metavar="N", help="tokens the target has already (default 0)"
     )
     add_cache_options(parser)
+    add_replicas_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,15 +57,28 @@ def run(options: argparse.Namespace) -> int:
     source = parse_layout("--source", options.source, cache)
     target = parse_layout("--target", options.target, cache)
     lengths = parse_lengths(options.tokens)
+    fetched, shared = (
+        [count(source, target, min(options.start, length), length) for length, _ in lengths]
+        for count in (predict_volume, predict_shared_volume)
+    )
+    replicas = Replicas(options.replicas, *(_num_bytes(volumes, lengths, cache) for volumes in (fetched, shared)))
+    counts = "over all target ranks" if not replicas.shared else "of replicas at the target counted once"
     for line in [
         f"source: {describe(source.placement)}",
         f"target: {describe(target.placement)}",
-        f"model:  {cache.name}; bytes, blocks, messages and segments per prompt, over all target ranks",
+        f"model:  {cache.name}; bytes, blocks, messages and segments per prompt, {counts}",
+        replicas.explanation,
         "",
-        *align(_rows(source, target, lengths, options.start, cache), right=range(len(HEADLINE))),
+        *align(_rows(shared if replicas.shared else fetched, lengths, cache), right=range(len(HEADLINE))),
     ]:
         print(line)
     return 0
+
+
+def _num_bytes(volumes: Sequence[Volume], lengths: Sequence[tuple[int, int]], cache: CacheSizes) -> int:
+    """Of all prompts together."""
+    entries = sum(volume.num_entries * count for volume, (_, count) in zip(volumes, lengths, strict=True))
+    return entries * cache.entry_bytes
 
 
 def parse_lengths(text: str) -> list[tuple[int, int]]:
@@ -87,10 +102,7 @@ def parse_lengths(text: str) -> list[tuple[int, int]]:
     return lengths
 
 
-def _rows(
-    source: ParallelLayout, target: ParallelLayout, lengths: Sequence[tuple[int, int]], start: int, cache: CacheSizes
-) -> list[tuple[str, ...]]:
-    volumes = [predict_volume(source, target, min(start, length), length) for length, _ in lengths]
+def _rows(volumes: Sequence[Volume], lengths: Sequence[tuple[int, int]], cache: CacheSizes) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [HEADLINE]
     rows += [
         _row(f"{length:,}", count, [(volume, 1)], cache)

@@ -1,4 +1,4 @@
-"""A plan proves itself: change any one field of a valid one, and it does not construct."""
+"""Plans, shared ones too, prove themselves: change any one field of a valid one, and it does not construct."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from layouts import (
     ParallelLayout,
     Placement,
     PlanError,
+    SharedPlan,
     Span,
     TransferPlan,
     plan_transfer,
+    share_replicas,
 )
 from layouts.runs import RUN_FIELDS
 
@@ -87,6 +89,66 @@ def test_no_field_can_change(plan: TransferPlan, name: str) -> None:
     assert num_refused >= 3 or name == "salt"
 
 
+def shared_plans() -> dict[str, SharedPlan]:
+    """Replicas on both sides, over several shards, heads and stages, a start and a stop inside runs."""
+    sharded = ParallelLayout(tp=8, dcp=2, num_kv_heads=2, num_layers=3, interleave_tokens=2, block_tokens=4)
+    return {
+        "shards and stages": share_replicas(plan_transfer(replace(sharded, tp=2, dcp=1, pp=2), sharded, 8, 117)),
+        "replicated heads": share_replicas(plan_transfer(sharded, replace(sharded, dcp=1, block_tokens=8), 3, 70, 5)),
+    }
+
+
+@pytest.mark.parametrize("name", ["reads", "exchanges"])
+@pytest.mark.parametrize("shared", shared_plans().values(), ids=shared_plans())
+def test_no_route_of_a_shared_plan_can_change(shared: SharedPlan, name: str) -> None:
+    routes = getattr(shared, name)
+    num_refused = 0
+    for other in variants(routes[:3]):
+        with pytest.raises(PlanError):
+            replace(shared, **{name: (*other, *routes[3:])})
+        num_refused += 1
+    assert num_refused > 300
+
+
+@pytest.mark.parametrize("shared", shared_plans().values(), ids=shared_plans())
+def test_a_shared_plan_is_of_one_plan(shared: SharedPlan) -> None:
+    plan = shared.plan
+    source, target = plan.source, plan.target
+    twice = replace(target.interleave, block_tokens=2 * target.interleave.block_tokens)
+    others = [
+        plan_transfer(source, target, plan.start, plan.stop - 1, plan.salt),
+        plan_transfer(source, target, plan.start, plan.stop + 1, plan.salt),
+        plan_transfer(source, target, plan.start - 1, plan.stop, plan.salt),
+        plan_transfer(source, target, plan.start + 1, plan.stop, plan.salt),
+        plan_transfer(source, target, plan.start, plan.stop, plan.salt + 1),
+        plan_transfer(target, source, plan.start, plan.stop, plan.salt),
+        plan_transfer(source, replace(target, interleave=twice), plan.start, plan.stop, plan.salt),
+    ]
+    for other in others:
+        with pytest.raises(PlanError):
+            replace(shared, plan=other)
+
+
+def test_messages_about_shared_plans() -> None:
+    layout = ParallelLayout(tp=4, dcp=2, mla=True)
+    shared = share_replicas(plan_transfer(layout, layout, 0, 128))
+    first, *others = shared.exchanges
+    assert (first.source_rank, first.target_rank) == (2, 0)
+    with pytest.raises(PlanError, match="target rank 2 does not give rank 0 exactly what it has read"):
+        replace(shared, exchanges=others)
+    with pytest.raises(PlanError, match="from source rank 2 to target rank 1: no replicas"):
+        replace(shared, exchanges=(replace(first, target_rank=1), *others))
+    with pytest.raises(PlanError, match=r"target ranks with Holding\(shard=0, .* read 32 of 64 entries"):
+        replace(shared, reads=shared.reads[1:])
+    with pytest.raises(PlanError, match="a second copy"):
+        replace(shared, reads=(*shared.reads[:2], replace(shared.reads[2], runs=shared.reads[0].runs), shared.reads[3]))
+    unread = replace(first, runs=shared.exchanges[2].runs)
+    with pytest.raises(PlanError, match="does not give rank 0 exactly"):
+        replace(shared, exchanges=(unread, *others))
+    with pytest.raises(PlanError, match="the other end chooses"):
+        replace(shared, exchanges=(*others, first))
+
+
 def is_same(plan: TransferPlan, name: str, other: Any) -> bool:
     """Whether another value means the same: salts that begin with the same replica; I where nothing is interleaved."""
     if name == "salt":
@@ -146,6 +208,9 @@ def test_messages_about_the_whole_plan() -> None:
         replace(plan, routes=plan.routes[:1])
     with pytest.raises(PlanError, match=r"positions 41 \.\. 40 are not a range"):
         replace(plan, start=41)
+    halves = plan_transfer(ParallelLayout(tp=2, mla=True), ParallelLayout(), 0, 64).routes
+    with pytest.raises(PlanError, match="from source rank 1 to target rank 0: a second copy"):
+        replace(plan, stop=64, routes=(halves[0], replace(halves[1], runs=halves[0].runs)))
     again = replace(plan.routes[0], runs=plan.routes[1].runs[:1])
     assert len(plan.routes[1].runs) == 2
     with pytest.raises(PlanError, match="target rank 0 gets"):

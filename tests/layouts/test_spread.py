@@ -43,22 +43,31 @@ def test_a_range_is_split_at_block_borders() -> None:
     assert abs(border - 150) <= 16
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 40, 100, 1000])
-def test_requests_that_are_numbered_through_spread_over_all(num_tokens: int) -> None:
-    """After each round over the replicas all have given the same, and meanwhile never two blocks more than another."""
-    given = np.zeros(8, dtype=np.int64)
-    for salt in range(24):
-        given += given_entries(plan_transfer(latent(8), latent(1), 0, num_tokens, salt))
-        assert given.max() - given.min() <= 2 * 16
-        if salt % 8 == 7:
-            assert given.max() == given.min()
+def most_apart(num_replicas: int, start: int, stop: int) -> int:
+    """By how many tokens replicas are apart at most, over a round of equal requests with salts that count up."""
+    given, most = np.zeros(num_replicas, dtype=np.int64), 0
+    for salt in range(num_replicas):
+        given += given_entries(plan_transfer(latent(num_replicas), latent(1), start, stop, salt))
+        most = max(most, int(given.max() - given.min()))
+    assert given.max() == given.min()
+    return most
 
 
-def test_many_equal_short_prompts_stay_within_a_block() -> None:
-    given = np.zeros(4, dtype=np.int64)
-    for salt in range(100):
-        given += given_entries(plan_transfer(latent(4), latent(1), 0, 16, salt))
-        assert given.max() - given.min() <= 16
+@pytest.mark.parametrize("num_replicas", range(2, 10))
+def test_equal_requests_stay_within_half_the_replicas_in_blocks(num_replicas: int) -> None:
+    """After each round all replicas have given the same; within one they are k // 2 blocks apart at most."""
+    ranges = [(start, stop) for start in (0, 7) for stop in (8, 16, 17, 40, 63, 100, 129, 1000)]
+    assert max(most_apart(num_replicas, *each) for each in ranges) <= num_replicas // 2 * 16
+
+
+def test_the_bound_over_requests_is_reached() -> None:
+    assert most_apart(2, 0, 16) == most_apart(3, 0, 16) == 16
+    assert most_apart(4, 1, 32) == 2 * 16 - 1  # 15 + 16 tokens next to each other, two empty parts after them
+
+
+def test_requests_of_whole_blocks_stay_within_a_block() -> None:
+    for num_replicas in range(2, 9):
+        assert max(most_apart(num_replicas, 0, 16 * blocks) for blocks in range(1, 12)) == 16
 
 
 @settings(deadline=None, max_examples=100)
