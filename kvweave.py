@@ -75,6 +75,9 @@ COMMANDS = (
     _command_in("layouts.commands.plan", "plan", "show who sends what to whom between two layouts, and draw it"),
     _command_in("layouts.commands.volume", "volume", "price a pair of layouts: bytes, blocks, messages, segments"),
     _command_in("layouts.commands.advise", "advise", "choose layouts for a model, its cards and its load"),
+    _command_in("attention.crossover", "crossover", "show which prefill path is cheapest, and where that changes"),
+    _command_in("transport.commands.doctor", "doctor", "ask nodes who they are, and whether two of them fit"),
+    _command_in("transport.commands.keys", "keys", "make and show the keys that encrypt the control channel"),
     Command("version", "print the version", _no_options, _print_version),
 )
 

@@ -7,13 +7,17 @@ from typing import Any
 
 from layouts import ConfigError
 from transport.base import Peer, Transfer, TransferState, Transport
+from transport.cma import CmaTransport
 from transport.errors import PeerSilent, ProtocolError, TransferFailed, TransportError
 from transport.memory import MemoryTransport
 from transport.nixl import NixlTransport
 from transport.regions import Memory, Region, memory_of, region_of
 from transport.segments import Segments, lower_route
+from transport.ucx import UcxTransport
 
 __all__ = [
+    "TRANSPORTS",
+    "CmaTransport",
     "Memory",
     "MemoryTransport",
     "NixlTransport",
@@ -27,20 +31,23 @@ __all__ = [
     "TransferState",
     "Transport",
     "TransportError",
+    "UcxTransport",
     "create_transport",
     "lower_route",
     "memory_of",
     "region_of",
 ]
 
-_transports: dict[str, type[Transport]] = {kind.kind: kind for kind in (MemoryTransport, NixlTransport)}
+TRANSPORTS: dict[str, type[Transport]] = {
+    kind.kind: kind for kind in (CmaTransport, MemoryTransport, NixlTransport, UcxTransport)
+}
 
 
 def create_transport(name: str, **options: Any) -> Transport:
     """Return the transport of that name, not started; ConfigError for unknown names and options."""
-    if name not in _transports:
-        raise ConfigError(f"transport is {name!r}; allowed are {', '.join(sorted(_transports))}")
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport is {name!r}; allowed are {', '.join(sorted(TRANSPORTS))}")
     try:
-        return _transports[name](**options)
+        return TRANSPORTS[name](**options)
     except TypeError as error:
         raise ConfigError(f"transport {name!r} does not take these options: {error}") from error

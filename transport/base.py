@@ -21,6 +21,9 @@ from transport.errors import TransferFailed
 from transport.regions import Memory
 from transport.segments import Int64Array, Segments
 
+MAX_CUTS = 1 << 20
+"""How many borders between stretches the segments of one read may cross: a peer chooses its stretches and strides."""
+
 
 class TransferState(enum.Enum):
     """Where a transfer stands; DONE and FAILED are final."""
@@ -33,6 +36,9 @@ class TransferState(enum.Enum):
 class Transfer(ABC):
     """One read under way. Close it, also after a failure: only then is its target memory free to reuse."""
 
+    moves_in_poll: ClassVar[bool] = False
+    """Whether bytes move only while poll() runs: then poll again at once, waiting brings nothing."""
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._state = TransferState.PENDING
@@ -43,6 +49,11 @@ class Transfer(ABC):
     def cause(self) -> str:
         """Why the transfer failed; empty unless it did."""
         return self._cause
+
+    @property
+    def state(self) -> TransferState:
+        """The state as of the last poll."""
+        return self._state
 
     def poll(self) -> TransferState:
         """Return the state without waiting; DONE means that every byte is in place."""
@@ -108,35 +119,60 @@ class MemoryMap:
     """Registered memory of one end: finds the stretch that a segment lies in."""
 
     def __init__(self, memory: Sequence[Memory] = ()) -> None:
-        self.memory = tuple(sorted(memory, key=lambda stretch: stretch.address))
+        self.memory = tuple(sorted((m for m in memory if m.num_bytes), key=lambda stretch: stretch.address))
         self._start = np.array([stretch.address for stretch in self.memory], np.int64)
         self._end = np.array([stretch.end for stretch in self.memory], np.int64)
 
     def find(self, addresses: Int64Array) -> Int64Array:
         """Return the index of the stretch of each address; ValueError when one lies outside of all."""
-        index = np.searchsorted(self._start, addresses, side="right") - 1
-        inside = index >= 0
-        inside[inside] = addresses[inside] < self._end[index[inside]]
-        if not inside.all():
-            bad = int(addresses[np.flatnonzero(~inside)[0]])
-            raise ValueError(f"address {bad:#x} is not in registered memory")
-        return index
+        behind = np.searchsorted(self._start, addresses, side="right")
+        outside = addresses >= np.concatenate(([0], self._end))[behind]
+        if outside.any():
+            raise ValueError(f"address {int(addresses[np.argmax(outside)]):#x} is not in registered memory")
+        return behind - 1
 
     def fit(self, segments: Segments, side: Literal["source", "target"]) -> Segments:
-        """Cut segments where the stretch they start in ends; ValueError when a piece lies outside of all."""
-        while True:
-            addresses: Int64Array = getattr(segments, side)
-            room = self._end[self.find(addresses)] - addresses
-            over = np.flatnonzero(segments.length > room)
-            if len(over) == 0:
-                return segments
-            heads = Segments(segments.source, segments.target, np.minimum(segments.length, room))
-            tails = Segments(
-                segments.source[over] + room[over],
-                segments.target[over] + room[over],
-                segments.length[over] - room[over],
+        """Cut segments where a stretch ends and the next one begins; none of them may be empty.
+
+        ValueError when a byte lies outside of all stretches, or when there would be more than MAX_CUTS cuts.
+        """
+        if len(segments) == 0:
+            return segments
+        addresses: Int64Array = getattr(segments, side)
+        first = self.find(addresses)
+        if (addresses + segments.length <= self._end[first]).all():
+            return segments
+        last = self.find(addresses + segments.length - 1)
+        self._check_no_gap(first, last)
+        num_cuts = int((last - first).sum())
+        if num_cuts > MAX_CUTS:
+            raise ValueError(
+                f"{len(segments)} segments cross {num_cuts} borders of registered memory, allowed are {MAX_CUTS}; "
+                "register larger stretches"
             )
-            segments = Segments.concatenate([heads, tails])
+        return self._cut(segments, addresses, first, last)
+
+    def _check_no_gap(self, first: Int64Array, last: Int64Array) -> None:
+        """ValueError when some of the stretches from `first[i]` to `last[i]` do not touch."""
+        num_gaps = np.concatenate(([0], np.cumsum(self._start[1:] > self._end[:-1])))
+        torn = np.flatnonzero(num_gaps[first] != num_gaps[last])
+        if len(torn):
+            stretches = slice(int(first[torn[0]]), int(last[torn[0]]))
+            ends = self._end[stretches]
+            bad = int(ends[self._start[1:][stretches] > ends][0])
+            raise ValueError(f"address {bad:#x} is not in registered memory")
+
+    def _cut(self, segments: Segments, addresses: Int64Array, first: Int64Array, last: Int64Array) -> Segments:
+        """Cut segment i into one piece for each stretch from `first[i]` to `last[i]`."""
+        num_pieces = last - first + 1
+        head = np.cumsum(num_pieces) - num_pieces
+        segment = np.repeat(np.arange(len(segments)), num_pieces)
+        stretch = np.arange(len(segment)) - (head - first)[segment]
+        skipped = self._start[stretch] - addresses[segment]
+        skipped[head] = 0
+        end = np.concatenate((skipped[1:], [0]))
+        end[head + num_pieces - 1] = segments.length
+        return Segments(segments.source[segment] + skipped, segments.target[segment] + skipped, end - skipped)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +191,8 @@ class Transport(ABC):
     """
 
     kind: ClassVar[str]
+    packs_itself: ClassVar[bool] = False
+    """Whether reads cost the same however small their segments are, because the transport packs them."""
 
     def __init__(self) -> None:
         self._started = False

@@ -7,7 +7,7 @@ shape, strides and storage, so nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layouts import ConfigError, Span
@@ -92,11 +92,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A stretch of memory to register with a transport; `device` as torch names it ("cpu", "cuda:0")."""
+    """A stretch of memory to register with a transport; `device` as torch names it ("cpu", "cuda:0").
+
+    `storage` is the torch storage that starts at `address`; only copies on other devices than the CPU need it.
+    """
 
     address: int
     num_bytes: int
     device: str = "cpu"
+    storage: Any = field(default=None, compare=False, repr=False)
 
     @property
     def end(self) -> int:
@@ -154,19 +158,19 @@ def region_of(tensor: Any, *, layer: int, heads: Span, page: str = PLAIN, block_
 
 def memory_of(tensors: Iterable[Any]) -> list[Memory]:
     """Return the storages behind `tensors`, each once, overlapping ones merged, by device and address."""
-    stretches = sorted(
-        {
-            (str(tensor.device), storage.data_ptr(), storage.nbytes())
-            for tensor in tensors
-            if (storage := tensor.untyped_storage()).nbytes()
-        }
-    )
+    storages = {
+        (str(tensor.device), storage.data_ptr(), storage.nbytes()): storage
+        for tensor in tensors
+        if (storage := tensor.untyped_storage()).nbytes()
+    }
     merged: list[Memory] = []
-    for device, address, num_bytes in stretches:
+    for device, address, num_bytes in sorted(storages):
+        storage = storages[device, address, num_bytes]
         last = merged[-1] if merged else None
         if last and last.device == device and address < last.end:
             end = max(last.end, address + num_bytes)
-            merged[-1] = Memory(last.address, end - last.address, device)
+            reaches = storage if address == last.address else last.storage if end == last.end else None
+            merged[-1] = Memory(last.address, end - last.address, device, reaches)
         else:
-            merged.append(Memory(address, num_bytes, device))
+            merged.append(Memory(address, num_bytes, device, storage))
     return merged

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from layouts import ConfigError
+from tests.transport.source_process import SourceProcess
 from transport import (
     Memory,
     MemoryTransport,
@@ -23,7 +28,9 @@ from transport import (
 )
 
 SIZE = 1 << 20
-TRANSPORTS = ["memory", "nixl"]
+LIBRARIES = {"memory": "numpy", "cma": "numpy", "nixl": "nixl_cu12", "ucx": "ucxx"}
+"""The transports, with what has to be installed for each."""
+BETWEEN_PROCESSES = [kind for kind in LIBRARIES if kind != "memory"]
 
 
 class Node:
@@ -44,10 +51,9 @@ def finish(transfer: Transfer, timeout_s: float = 30.0) -> TransferState:
     return transfer.poll()
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=LIBRARIES)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Node]]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12")
+    pytest.importorskip(LIBRARIES[request.param])
     nodes: list[Node] = []
 
     def one() -> Node:
@@ -237,7 +243,143 @@ def test_unknown_devices_are_refused(make: Callable[[], Node]) -> None:
 
 
 def test_unknown_transports_and_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="allowed are memory, nixl"):
+    with pytest.raises(ConfigError, match="allowed are cma, memory, nixl"):
         create_transport("carrier pigeon")
     with pytest.raises(ConfigError, match="wings"):
         create_transport("memory", wings=2)
+
+
+# Two processes: what a transport does when the source is really somewhere else.
+
+
+class Reader:
+    """A started transport with a buffer of its own, attached to sources."""
+
+    def __init__(self, kind: str, num_bytes: int) -> None:
+        self.transport = create_transport(kind)
+        self.buffer = np.zeros(num_bytes, np.uint8)
+        self.transport.start()
+        self.transport.register([Memory(int(self.buffer.ctypes.data), num_bytes)])
+
+    def read(self, source: SourceProcess, pattern: Segments) -> Transfer:
+        peer = self.transport.attach(source.endpoint)
+        shift = int(self.buffer.ctypes.data)
+        return self.transport.read(
+            peer, Segments(pattern.source + source.address, pattern.target + shift, pattern.length)
+        )
+
+
+@pytest.fixture(params=BETWEEN_PROCESSES)
+def kind(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(LIBRARIES[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def start(kind: str) -> Iterator[Callable[..., list[SourceProcess]]]:
+    sources: list[SourceProcess] = []
+
+    def some(num_bytes: int, count: int = 1) -> list[SourceProcess]:
+        sources.extend(SourceProcess(kind, num_bytes, seed) for seed in range(count))
+        for source in sources:
+            source.wait()
+        return sources
+
+    yield some
+    for source in sources:
+        source.end()
+
+
+def read_whole(num_bytes: int) -> Segments:
+    return Segments.of([0], [0], [num_bytes])
+
+
+@pytest.mark.timeout(300)
+def test_more_bytes_than_31_bits_count(kind: str, start: Callable[..., list[SourceProcess]]) -> None:
+    num_bytes = (2 << 30) + 4097
+    (source,), reader = start(num_bytes), Reader(kind, num_bytes)
+    with reader.transport, reader.read(source, read_whole(num_bytes)) as transfer:
+        assert (finish(transfer, 120.0), transfer.cause) == (TransferState.DONE, "")
+        assert transfer.num_bytes == num_bytes
+    period = source.content[: 64 * 251 * 4096]
+    for begin in range(0, num_bytes, len(period)):
+        part = reader.buffer[begin : begin + len(period)]
+        assert np.array_equal(part, period[: len(part)])
+
+
+def test_a_killed_source_fails_and_others_go_on(kind: str, start: Callable[..., list[SourceProcess]]) -> None:
+    num_bytes = 32 << 20
+    pattern = Segments.of(np.arange(0, num_bytes, 32768), np.arange(0, num_bytes, 32768), 16384)
+    (doomed, alive), reader = start(num_bytes, 2), Reader(kind, num_bytes)
+    with reader.transport:
+        for source in (doomed, alive):
+            with reader.read(source, pattern) as transfer:
+                assert finish(transfer) is TransferState.DONE
+        under_way = reader.read(doomed, pattern)
+        under_way.poll()
+        doomed.send_signal(signal.SIGKILL)
+        other = reader.read(alive, pattern)
+        assert finish(under_way) is not TransferState.PENDING
+        assert finish(other) is TransferState.DONE
+        under_way.close()
+        other.close()
+        with pytest.raises(TransferFailed), reader.read(doomed, pattern) as transfer:
+            assert finish(transfer) is TransferState.FAILED
+            raise TransferFailed(transfer.cause)
+        reader.buffer[:] = 0
+        with reader.read(alive, pattern) as transfer:
+            assert finish(transfer) is TransferState.DONE
+    assert np.array_equal(reader.buffer.reshape(-1, 2, 16384)[:, 0], alive.content.reshape(-1, 2, 16384)[:, 0])
+    assert not reader.buffer.reshape(-1, 2, 16384)[:, 1].any()
+
+
+def test_closing_under_way_stops_the_bytes(kind: str, start: Callable[..., list[SourceProcess]]) -> None:
+    num_bytes = 64 << 20
+    (source,), reader = start(num_bytes), Reader(kind, num_bytes)
+    with reader.transport:
+        transfer = reader.read(source, read_whole(num_bytes))
+        transfer.poll()
+        transfer.close()
+        reader.buffer[:] = 0
+        time.sleep(0.1)
+        assert not reader.buffer.any()
+        with reader.read(source, read_whole(num_bytes)) as transfer:
+            assert finish(transfer) is TransferState.DONE
+    assert np.array_equal(reader.buffer, source.content)
+
+
+def threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_thousands_of_reads_leave_nothing(kind: str, start: Callable[..., list[SourceProcess]]) -> None:
+    num_bytes, piece = 1 << 20, 2048
+    at = np.arange(0, num_bytes, 2 * piece)
+    (source,) = start(num_bytes)
+
+    def read_often(count: int) -> int:
+        """Return how resident memory grew over the second half."""
+        reader = Reader(kind, num_bytes)
+        with reader.transport:
+            resident = []
+            for number in range(count):
+                with reader.read(source, Segments.of(at, np.roll(at, number), piece)) as transfer:
+                    assert finish(transfer) is TransferState.DONE
+                if number in (count // 2 - 1, count - 1):
+                    resident.append(resident_bytes())
+            assert threads_and_files()[1] < 100
+        return resident[1] - resident[0]
+
+    read_often(10)  # a library may keep what it set up once in a process
+    before = threads_and_files()
+    growth = read_often(2000)
+    assert growth < 10 * (1 << 20), f"{growth / 10 / (1 << 20):.2f} MiB more for each 100 reads"
+    deadline = time.monotonic() + 5.0
+    while any(now > then for now, then in zip(threads_and_files(), before, strict=True)):
+        assert time.monotonic() < deadline, f"threads and files were {before}, are {threads_and_files()}"
+        time.sleep(0.01)

@@ -237,7 +237,7 @@ def test_port_taken_names_the_port(server: ControlServer) -> None:
         ControlServer(host, port, _answer).start()
 
 
-@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "0", "::", "[::]"])
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "0", "::", "[::]", "::ffff:0.0.0.0", "0x0", "::0"])
 def test_wildcards_are_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="wildcard"):
         ControlServer(host, 0, _answer).start()

@@ -8,22 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layouts import ParallelLayout, Span
+from tests.transport.samples import CACHE, MESSAGES, PLACEMENT, REGION
 from transport import ProtocolError, Region
 from transport.control import messages as m
 
-CACHE = m.CacheFormat("tiny", "float32", "auto", 2, 4, 64, False, "plain")
-PLACEMENT = m.PlacementInfo(2, 1, 16, 4, 2, [m.HoldingInfo(0, 0, 4, 0, 2), m.HoldingInfo(1, 0, 4, 0, 2)])
-REGION = m.RegionInfo(1, 0, 4, 4096, 8, 16, 16, 4096, 1024, 64, 64, "plain", "cpu")
-MANIFEST = m.Manifest("inc", CACHE, PLACEMENT, [m.RankInfo(0, b"endpoint", [REGION])])
-MESSAGES = [
-    m.Open("cap", "load", CACHE, PLACEMENT, 37, b"digest", "inc"),
-    m.Renew("cap", "load"),
-    m.Done("cap", "load", 1, 2),
-    m.Release("cap", "load"),
-    m.Opened("inc", 37, [[3, 2, 1]], 30.0, MANIFEST),
-    m.Ok(12.5),
-    m.Refused("incompatible", "dtype", "float32", "bfloat16"),
-]
 GOLDEN = {
     "Open": (
         "0188a474797065a44f70656eaa6361706162696c697479a3636170a46c6f6164a46c6f6164a5636163686588"
@@ -56,6 +44,26 @@ GOLDEN = {
         "0186a474797065a752656675736564a56361757365ac696e636f6d70617469626c65a56669656c64a5647479"
         "7065a46f757273a7666c6f61743332a6746865697273a862666c6f61743136a664657461696ca0"
     ),
+    "Describe": "0181a474797065a84465736372696265",
+    "Description": (
+        "0187a474797065ab4465736372697074696f6ea776657273696f6ea5302e312e30ab696e6361726e617469"
+        "6f6ea3696e63aa7472616e73706f72747392a3636d61a46e69786ca5636163686588a56d6f64656ca47469"
+        "6e79a56474797065a7666c6f61743332a86b765f6474797065a46175746faa6e756d5f6c617965727302ac"
+        "6e756d5f6b765f686561647304aa686561645f627974657340a36d6c61c2a470616765a5706c61696ea970"
+        "6c6163656d656e7486aa6e756d5f73686172647302b1696e7465726c656176655f746f6b656e7301ac626c"
+        "6f636b5f746f6b656e7310ac6e756d5f6b765f686561647304aa6e756d5f6c617965727302a8686f6c6469"
+        "6e677392950000040002950100040002af6e756d5f6f70656e5f6c656173657303"
+    ),
+    "Gather": (
+        "0186a474797065a6476174686572a6616363657373a36b6579a6726561646572a6726561646572a9616464"
+        "726573736573c4080000000000000000a76c656e67746873c4080000000000000000a9676976655f626163"
+        "6b9101"
+    ),
+    "Gathered": ("0184a474797065a84761746865726564a8736c6963655f696402a761646472657373cd1000a96e756d5f627974657340"),
+    "GiveBack": (
+        "0185a474797065a8476976654261636ba6616363657373a36b6579a6726561646572a6726561646572a673"
+        "6c696365739102a76c656176696e67c2"
+    ),
 }
 
 
@@ -72,6 +80,23 @@ def test_every_message_survives_the_wire(message: object) -> None:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_golden_bytes(message: object) -> None:
     assert m.encode(message).hex() == GOLDEN[type(message).__name__]
+
+
+def test_a_description_gives_no_access() -> None:
+    """Neither bytes (endpoints are) nor addresses, and no type that has them."""
+    seen = set()
+    waiting = [msgspec.inspect.type_info(m.Description)]
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, msgspec.inspect.StructType):
+            seen.add(kind.cls.__name__)
+            waiting += [field.type for field in kind.fields]
+        elif isinstance(kind, msgspec.inspect.ListType):
+            waiting.append(kind.item_type)
+        else:
+            assert isinstance(kind, (msgspec.inspect.StrType, msgspec.inspect.IntType, msgspec.inspect.BoolType))
+            assert getattr(kind, "le", None) is None or kind.le <= 1 << 31, "this could be an address"
+    assert seen == {"Description", "CacheFormat", "PlacementInfo", "HoldingInfo"}
 
 
 def test_requests_are_no_replies() -> None:

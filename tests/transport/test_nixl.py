@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,54 +13,18 @@ import numpy as np
 import pytest
 
 from layouts import ConfigError
-from tests.transport.source_process import content
+from tests.transport.source_process import SourceProcess
 from transport import Memory, NixlTransport, Peer, Segments, Transfer, TransferFailed, TransferState, nixl
 
 pytest.importorskip("nixl_cu12")
 
-ROOT = Path(__file__).parents[2]
 SIZE = 16 << 20
 
 
-class Source:
-    """A running source_process.py."""
-
-    def __init__(self, seed: int) -> None:
-        self.content = content(SIZE, seed)
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/transport/source_process.py"), str(SIZE), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NIXL_LOG_LEVEL": "WARN"},
-        )
-        self.endpoint = b""
-        self.address = 0
-
-    def wait(self) -> None:
-        """Wait for its endpoint; sources start side by side."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            words = line.split()
-            if len(words) == 2 and words[1].isdecimal():
-                self.endpoint, self.address = bytes.fromhex(words[0]), int(words[1])
-                return
-        raise AssertionError("the source process did not start")
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture(scope="module")
-def sources() -> Iterator[list[Source]]:
+def sources() -> Iterator[list[SourceProcess]]:
     """Processes started side by side, because starting takes longest; the first one is to stay alive."""
-    sources = [Source(seed) for seed in range(4)]
+    sources = [SourceProcess("nixl", SIZE, seed) for seed in range(4)]
     for source in sources:
         source.wait()
     yield sources[:]
@@ -71,13 +33,13 @@ def sources() -> Iterator[list[Source]]:
 
 
 @pytest.fixture
-def alive(sources: list[Source]) -> Source:
+def alive(sources: list[SourceProcess]) -> SourceProcess:
     """A source that every test may use."""
     return sources[0]
 
 
 @pytest.fixture
-def doomed(sources: list[Source]) -> Source:
+def doomed(sources: list[SourceProcess]) -> SourceProcess:
     """A source of one's own."""
     return sources.pop()
 
@@ -96,13 +58,13 @@ class Reader:
         self.buffer = np.zeros(SIZE, np.uint8)
         transport.register([Memory(self.buffer.ctypes.data, SIZE)])
 
-    def read(self, peer: Peer, source: Source, piece: int = 16 << 10) -> Transfer:
+    def read(self, peer: Peer, source: SourceProcess, piece: int = 16 << 10) -> Transfer:
         """Read every second piece of the source."""
         start = np.arange(0, SIZE, 2 * piece, dtype=np.int64)
         base = int(self.buffer.ctypes.data)
         return self.transport.read(peer, Segments.of(source.address + start, base + start, piece))
 
-    def has(self, source: Source, piece: int = 16 << 10) -> bool:
+    def has(self, source: SourceProcess, piece: int = 16 << 10) -> bool:
         """Return whether what read() brings is there."""
         mine, theirs = (part.reshape(-1, 2, piece)[:, 0] for part in (self.buffer, source.content))
         return np.array_equal(mine, theirs)
@@ -121,7 +83,7 @@ def finish(transfer: Transfer, timeout_s: float = 10.0) -> TransferState:
     return transfer.poll()
 
 
-def test_exact_bytes_from_another_process(reader: Reader, alive: Source) -> None:
+def test_exact_bytes_from_another_process(reader: Reader, alive: SourceProcess) -> None:
     peer = reader.transport.attach(alive.endpoint)
     with reader.read(peer, alive) as transfer:
         assert finish(transfer) is TransferState.DONE
@@ -129,14 +91,14 @@ def test_exact_bytes_from_another_process(reader: Reader, alive: Source) -> None
 
 
 @pytest.mark.usefixtures("over_tcp")
-def test_exact_bytes_over_tcp(reader: Reader, alive: Source) -> None:
+def test_exact_bytes_over_tcp(reader: Reader, alive: SourceProcess) -> None:
     peer = reader.transport.attach(alive.endpoint)
     with reader.read(peer, alive, piece=1 << 20) as transfer:
         assert finish(transfer) is TransferState.DONE
     assert reader.has(alive, piece=1 << 20)
 
 
-def test_killed_before_the_read(reader: Reader, alive: Source, doomed: Source) -> None:
+def test_killed_before_the_read(reader: Reader, alive: SourceProcess, doomed: SourceProcess) -> None:
     dead = reader.transport.attach(doomed.endpoint)
     assert finish(reader.read(dead, doomed)) is TransferState.DONE
     doomed.send_signal(signal.SIGKILL)
@@ -154,7 +116,7 @@ def test_killed_before_the_read(reader: Reader, alive: Source, doomed: Source) -
 
 
 @pytest.mark.usefixtures("over_tcp")
-def test_killed_during_the_read(reader: Reader, alive: Source, doomed: Source) -> None:
+def test_killed_during_the_read(reader: Reader, alive: SourceProcess, doomed: SourceProcess) -> None:
     peers = {source: reader.transport.attach(source.endpoint) for source in (doomed, alive)}
     for source in (doomed, alive):
         assert finish(reader.read(peers[source], source)) is TransferState.DONE
@@ -174,7 +136,7 @@ def test_killed_during_the_read(reader: Reader, alive: Source, doomed: Source) -
 
 @pytest.mark.usefixtures("over_tcp")
 def test_closing_a_read_from_a_stopped_process(
-    reader: Reader, alive: Source, doomed: Source, monkeypatch: pytest.MonkeyPatch
+    reader: Reader, alive: SourceProcess, doomed: SourceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "CLOSE_GRACE_S", 0.1)
     peers = {source: reader.transport.attach(source.endpoint) for source in (doomed, alive)}
@@ -196,7 +158,7 @@ def test_closing_a_read_from_a_stopped_process(
     assert reader.transport.endpoint() == endpoint  # whoever reads from here was not disturbed
 
 
-def test_idle_agents_use_no_core(reader: Reader, alive: Source) -> None:
+def test_idle_agents_use_no_core(reader: Reader, alive: SourceProcess) -> None:
     peer = reader.transport.attach(alive.endpoint)
     reader.transport.endpoint()
     assert finish(reader.read(peer, alive)) is TransferState.DONE
@@ -223,3 +185,11 @@ def test_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unknown_backend_is_a_config_error() -> None:
     with NixlTransport(backend="PIGEON") as transport, pytest.raises(ConfigError, match="PIGEON"):
         transport.endpoint()
+
+
+def test_parameters_reach_the_backend() -> None:
+    wrong = NixlTransport(backend_params={"ucx_error_handling_mode": "pigeon"})
+    with wrong, pytest.raises(ConfigError, match="'pigeon'} cannot start"):
+        wrong.endpoint()
+    with NixlTransport(backend_params={"num_workers": 2}) as transport:
+        assert transport.endpoint()

@@ -32,9 +32,16 @@ def bindable_address(host: str, port: int) -> Address:
             f"control host {host!r} has no address ({error}); set `host` to an address of this machine"
         ) from error
     number = str(resolved[0][4][0])
-    if ipaddress.ip_address(number.partition("%")[0]).is_unspecified:
+    if _is_wildcard(number):
         raise ConfigError(_wildcard(host))
     return number, port
+
+
+def _is_wildcard(number: str) -> bool:
+    """Also IPv4's wildcard in the clothes of IPv6, ::ffff:0.0.0.0."""
+    address = ipaddress.ip_address(number)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_unspecified
 
 
 def _wildcard(host: str) -> str:

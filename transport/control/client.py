@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from transport.control.address import Address, url_of
+from transport.control.keys import NodeKeys
 from transport.control.messages import MAX_FRAME_BYTES, Reply, Request, decode_reply, encode
 from transport.control.wakeup import Wakeup
 from transport.errors import PeerSilent, ProtocolError
@@ -56,9 +57,13 @@ class _Link:
 
 
 class ControlClient:
-    """Sends requests to any number of control servers; `request` may be called from any thread."""
+    """Sends requests to any number of control servers; `request` may be called from any thread.
 
-    def __init__(self) -> None:
+    With `keys` every connection is encrypted, and made only to a server that proves to have the key of its host.
+    """
+
+    def __init__(self, keys: NodeKeys | None = None) -> None:
+        self._keys = keys
         self._sequences = itertools.count(1)
         self._lock = threading.Lock()
         self._incoming: deque[_Call] = deque()
@@ -70,7 +75,7 @@ class ControlClient:
         with self._lock:
             if self._thread is None:
                 self._wakeup = Wakeup()
-                self._loop = _Loop(self._incoming, self._wakeup)
+                self._loop = _Loop(self._incoming, self._wakeup, self._keys)
                 self._thread = threading.Thread(target=self._loop.run, name="kvweave-control-client", daemon=True)
                 self._thread.start()
 
@@ -109,8 +114,9 @@ class ControlClient:
 class _Loop:
     """What the client's thread does: send what comes in, hand out replies, end what takes too long."""
 
-    def __init__(self, incoming: deque[_Call], wakeup: Wakeup) -> None:
+    def __init__(self, incoming: deque[_Call], wakeup: Wakeup, keys: NodeKeys | None) -> None:
         self.stopping = False
+        self._keys = keys
         self._incoming = incoming
         self._wakeup = wakeup
         self._links: dict[Address, _Link] = {}
@@ -151,18 +157,24 @@ class _Loop:
             link = self._links.get(call.address) or self._connect(call.address)
             link.socket.send_multipart([call.sequence.to_bytes(8, "big"), call.frame], zmq.NOBLOCK)
         except (zmq.ZMQError, ValueError, TypeError) as error:  # such as a host name with a NUL in it
+            self._drop_if_unused(call.address)  # ZeroMQ does not try again after a failed handshake
             call.future.set_exception(PeerSilent(f"{call.peer} cannot be asked: {error}"))
             return
         link.calls[call.sequence] = call
         heapq.heappush(self._deadlines, (call.deadline, call.sequence, call.address))
 
     def _connect(self, address: Address) -> _Link:
+        server_key = self._server_key(address)
         dealer = self._context.socket(zmq.DEALER)
         dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.IPV6, int(":" in address[0]))
         dealer.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         dealer.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if self._keys is not None:
+            dealer.set(zmq.CURVE_SERVERKEY, server_key)
+            dealer.set(zmq.CURVE_PUBLICKEY, self._keys.own.public)
+            dealer.set(zmq.CURVE_SECRETKEY, self._keys.secret)
         try:
             dealer.connect(url_of(address))
         except zmq.ZMQError:
@@ -171,6 +183,13 @@ class _Loop:
         self._poller.register(dealer, zmq.POLLIN)
         link = self._links[address] = _Link(dealer, idle_since=time.monotonic())
         return link
+
+    def _server_key(self, address: Address) -> bytes:
+        """The public key to expect at `address`; none without keys. ValueError when no allowed key is for it."""
+        if self._keys is None:
+            return b""
+        self._keys = self._keys.refreshed_or_same()
+        return self._keys.key_at(address[0]).public
 
     def _receive(self, link: _Link) -> None:
         while True:
@@ -195,12 +214,16 @@ class _Loop:
             call = link.calls.pop(sequence, None) if link else None
             if link is None or call is None:
                 continue
-            if not link.calls:
-                self._drop(address)
-            call.future.set_exception(PeerSilent(f"{call.peer} gave no answer within {call.timeout_s:g} s"))
+            self._drop_if_unused(address)
+            hint = "" if self._keys is None else "; does it allow the key of this node?"
+            call.future.set_exception(PeerSilent(f"{call.peer} gave no answer within {call.timeout_s:g} s{hint}"))
         for address, link in list(self._links.items()):
             if not link.calls and now - link.idle_since >= IDLE_S:
                 self._drop(address)
+
+    def _drop_if_unused(self, address: Address) -> None:
+        if address in self._links and not self._links[address].calls:
+            self._drop(address)
 
     def _drop(self, address: Address) -> None:
         link = self._links.pop(address)

@@ -19,6 +19,7 @@ from transport.regions import Region
 PROTOCOL_VERSION = 1
 MAX_REQUEST_BYTES = 1 << 20
 MAX_FRAME_BYTES = 64 << 20
+MAX_PIECES = 32_768
 
 Identifier = Annotated[str, Meta(min_length=1, max_length=64)]
 OptionalIdentifier = Annotated[str, Meta(max_length=64)]
@@ -29,11 +30,15 @@ Index = Annotated[int, Meta(ge=0, le=1 << 20)]
 Rank = Annotated[int, Meta(ge=0, lt=4096)]
 NumRanks = Annotated[int, Meta(ge=1, le=4096)]
 NumTokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+NumLeases = Annotated[int, Meta(ge=0, le=1 << 31)]
 NumBytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 Address = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 BlockIds = Annotated[list[BlockId], Meta(max_length=4 << 20)]
 Digest = Annotated[bytes, Meta(max_length=64)]
+SliceId = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+SliceIds = Annotated[list[SliceId], Meta(max_length=4096)]
+Numbers = Annotated[bytes, Meta(max_length=8 * MAX_PIECES)]
 LeaseSeconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 
 
@@ -246,6 +251,58 @@ class Opened(Message, frozen=True):
     manifest: Manifest | None = None
 
 
+class Describe(Message, frozen=True):
+    """Ask a node who it is; needs no capability."""
+
+
+class Description(Message, frozen=True):
+    """Answer to Describe, for people: holds no address, no endpoint, nothing that gives access to memory.
+
+    `transports` are names, in the order in which the node prefers them.
+    """
+
+    version: Label
+    incarnation: Identifier
+    transports: Annotated[list[Label], Meta(max_length=16)]
+    cache: CacheFormat
+    placement: PlacementInfo
+    num_open_leases: NumLeases
+
+
+class Gather(Message, frozen=True):
+    """Ask a packer to gather pieces of its memory into one slice, and give read slices back to it.
+
+    `addresses` and `lengths` (one for all, or one each) are little-endian int64; `access` is the packer's key.
+    `reader` names one packed read; nobody else knows it.
+    """
+
+    access: Identifier
+    reader: Identifier
+    addresses: Numbers
+    lengths: Numbers
+    give_back: SliceIds = []
+
+
+class Gathered(Message, frozen=True):
+    """Answer to Gather: the pieces lie one after the other at `address` until the slice is given back."""
+
+    slice_id: SliceId
+    address: Address
+    num_bytes: NumBytes
+
+
+class GiveBack(Message, frozen=True):
+    """Slices are read; Ok says that they held their bytes until now, "expired" that one may not have.
+
+    With `leaving` the reader gives up, and everything it holds is free.
+    """
+
+    access: Identifier
+    reader: Identifier
+    slices: SliceIds
+    leaving: bool = False
+
+
 class Ok(Message, frozen=True):
     """Yes; `lease_s` is what the lease has left where that matters."""
 
@@ -265,8 +322,8 @@ class Refused(Message, frozen=True):
     detail: Text = ""
 
 
-Request = Open | Renew | Done | Release
-Reply = Opened | Ok | Refused
+Request = Open | Renew | Done | Release | Describe | Gather | GiveBack
+Reply = Opened | Description | Ok | Refused | Gathered
 
 _M = TypeVar("_M")
 _encoder = msgspec.msgpack.Encoder()

@@ -14,6 +14,8 @@ import zmq
 
 from layouts import ConfigError
 from transport.control.address import Address, bindable_address, url_of
+from transport.control.gatekeeper import Gatekeeper
+from transport.control.keys import NodeKeys
 from transport.control.messages import (
     MAX_REQUEST_BYTES,
     Refused,
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ENVELOPE_FRAMES = 1
 MAX_ENVELOPE_BYTES = 64
+HANDSHAKE_MS = 5000
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -41,12 +44,15 @@ class ControlServer:
     `messages`. Anything else is answered with Refused; frames beyond twice MAX_REQUEST_BYTES cut the
     connection. `handler` runs in the server's thread and should not block; a ProtocolError it raises is the
     peer's fault, any other exception is ours: both are answered with Refused("malformed").
+
+    With `keys` everything is encrypted, and who does not prove to have an allowed key is cut off in the handshake.
     """
 
-    def __init__(self, host: str, port: int, handler: Callable[[Request], Reply]) -> None:
+    def __init__(self, host: str, port: int, handler: Callable[[Request], Reply], keys: NodeKeys | None = None) -> None:
         self._host = host
         self._port = port
         self._handler = handler
+        self._keys = keys
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._wakeup: Wakeup | None = None
@@ -67,6 +73,12 @@ class ControlServer:
         router.set(zmq.LINGER, 0)
         router.set(zmq.IPV6, int(":" in number))
         router.set(zmq.MAXMSGSIZE, 2 * MAX_REQUEST_BYTES)
+        router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)  # who connects and says nothing does not keep its place
+        gatekeeper = None
+        if self._keys is not None:
+            gatekeeper = Gatekeeper(context, self._keys)
+            router.set(zmq.CURVE_SERVER, 1)
+            router.set(zmq.CURVE_SECRETKEY, self._keys.secret)
         try:
             router.bind(url_of((number, port)))
         except zmq.ZMQError as error:
@@ -79,7 +91,7 @@ class ControlServer:
         self._port = int(router.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
         self._context, self._wakeup, self._stopping = context, Wakeup(), False
         self._thread = threading.Thread(
-            target=self._serve, args=(router, self._wakeup), name="kvweave-control-server", daemon=True
+            target=self._serve, args=(router, gatekeeper, self._wakeup), name="kvweave-control-server", daemon=True
         )
         self._thread.start()
 
@@ -97,17 +109,23 @@ class ControlServer:
             self._wakeup.close()
         self._thread = self._context = self._wakeup = None
 
-    def _serve(self, router: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+    def _serve(self, router: zmq.Socket[bytes], gatekeeper: Gatekeeper | None, wakeup: Wakeup) -> None:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
+        if gatekeeper is not None:
+            poller.register(gatekeeper.socket, zmq.POLLIN)
         poller.register(wakeup.fileno(), zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll()
                 wakeup.clear()
+                if gatekeeper is not None:
+                    gatekeeper.answer_waiting()
                 self._answer_waiting(router)
         finally:
             router.close(linger=0)
+            if gatekeeper is not None:
+                gatekeeper.close()
 
     def _answer_waiting(self, router: zmq.Socket[bytes]) -> None:
         while not self._stopping:

@@ -1,0 +1,408 @@
+"""UCX through UCXX between real processes: what a key opens, who may die, and what is left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from layouts import ConfigError
+from transport import Memory, Peer, Segments, Transfer, TransferFailed, TransferState, UcxTransport
+from transport.endpoint import decode_endpoint, encode_endpoint
+
+pytest.importorskip("ucxx")
+
+from tests.transport.ucx_process import SIZE, RestlessReader, Source, content, every_second, finish
+from transport import ucx_reader, ucx_worker
+from transport.ucx_messages import Ask, Offer, decode_to_source, encode
+
+SMALL_SLICES = {"staging_bytes": 1 << 20, "slice_bytes": 128 << 10}
+
+
+@pytest.fixture(params=["", "tcp,self"], ids=["all", "tcp"])
+def tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Over whatever UCX chooses (shared memory), and as between machines."""
+    name: str = request.param
+    if name:
+        monkeypatch.setenv("UCX_TLS", name)
+    return name
+
+
+@pytest.fixture
+def start(tls: str) -> Iterator[Callable[[int], Source]]:
+    sources: list[Source] = []
+
+    def one(seed: int) -> Source:
+        sources.append(Source(seed, tls))
+        return sources[-1]
+
+    yield one
+    for source in sources:
+        source.end()
+
+
+class Reader:
+    """A UcxTransport with one buffer."""
+
+    def __init__(self, transport: UcxTransport) -> None:
+        self.transport = transport
+        self.buffer = np.zeros(SIZE, np.uint8)
+        transport.register([Memory(int(self.buffer.ctypes.data), SIZE)])
+
+    def read(self, peer: Peer, source: Source, piece: int = 16 << 10) -> Transfer:
+        """Read every second piece of the source."""
+        return self.transport.read(peer, every_second(source.address, int(self.buffer.ctypes.data), piece))
+
+    def has(self, source: Source, piece: int = 16 << 10) -> bool:
+        """Return whether what read() brings is there."""
+        mine, theirs = (part.reshape(-1, 2, piece)[:, 0] for part in (self.buffer, source.content))
+        return np.array_equal(mine, theirs)
+
+
+@pytest.fixture
+def reader(tls: str) -> Iterator[Reader]:
+    with UcxTransport() as transport:
+        yield Reader(transport)
+
+
+@pytest.mark.parametrize("piece", [1 << 10, 16 << 10, 512 << 10, 4 << 20])
+def test_exact_bytes_from_another_process(reader: Reader, start: Callable[[int], Source], piece: int) -> None:
+    source = start(1)
+    peer = reader.transport.attach(source.endpoint)
+    for _ in range(2):
+        reader.buffer[:] = 0
+        with reader.read(peer, source, piece) as transfer:
+            assert (finish(transfer), transfer.cause) == (TransferState.DONE, "")
+        assert reader.has(source, piece)
+        assert not reader.buffer.reshape(-1, 2, piece)[:, 1].any()
+
+
+def test_small_staging_serves_large_reads(start: Callable[[int], Source]) -> None:
+    source = start(2)
+    with UcxTransport(**SMALL_SLICES) as transport:
+        reader = Reader(transport)
+        peer = transport.attach(source.endpoint)
+        transfers = [reader.read(peer, source, 2 << 10), reader.read(peer, source, 2 << 10)]
+        assert [finish(transfer) for transfer in transfers] == [TransferState.DONE] * 2
+        assert reader.has(source, 2 << 10)
+
+
+def _with_offer(endpoint: bytes, **changes: object) -> bytes:
+    described = decode_endpoint(endpoint, "ucx")
+    offer = msgspec.structs.replace(msgspec.msgpack.decode(described.metadata, type=Offer), **changes)
+    return encode_endpoint("ucx", described.name, described.stretches, msgspec.msgpack.encode(offer))
+
+
+def test_a_wrong_key_opens_nothing(
+    reader: Reader, start: Callable[[int], Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx_reader, "CONNECT_S", 0.5)
+    source = start(3)
+    with pytest.raises(TransferFailed, match="no answer"):
+        reader.transport.attach(_with_offer(source.endpoint, key=secrets.token_bytes(16)))
+    with reader.read(reader.transport.attach(source.endpoint), source) as transfer:
+        assert finish(transfer) is TransferState.DONE
+
+
+@pytest.mark.parametrize("shift", [-1, SIZE - (16 << 10) + 1, 1 << 45, -(1 << 45)])
+def test_the_source_gives_only_registered_memory(reader: Reader, start: Callable[[int], Source], shift: int) -> None:
+    """Whatever the reader believes: the endpoint it uses here claims all memory."""
+    source = start(4)
+    described = decode_endpoint(source.endpoint, "ucx")
+    boundless = encode_endpoint("ucx", described.name, [Memory(0, 1 << 61)], described.metadata)
+    peer = reader.transport.attach(boundless)
+    base, n = int(reader.buffer.ctypes.data), 16 << 10
+    for starts in ([shift], [0, shift]):
+        pieces = Segments.of(source.address + np.array(starts), base + np.arange(len(starts)) * n, n)
+        with reader.transport.read(peer, pieces) as transfer:
+            assert finish(transfer) is TransferState.FAILED
+        assert "registered memory" in transfer.cause
+    assert not reader.buffer.any()
+    with reader.read(peer, source) as transfer:
+        assert finish(transfer) is TransferState.DONE
+
+
+def test_more_than_a_slice_at_once_is_refused(reader: Reader, start: Callable[[int], Source]) -> None:
+    source = start(5)
+    peer = reader.transport.attach(_with_offer(source.endpoint, slice_bytes=1 << 30))
+    transport = UcxTransport(slice_bytes=4 << 20)
+    with transport:
+        larger = Reader(transport)
+        peer = transport.attach(_with_offer(source.endpoint, slice_bytes=1 << 30))
+        with larger.read(peer, source, 4 << 20) as transfer:
+            assert finish(transfer) is TransferState.FAILED
+    assert "one message has 1 to" in transfer.cause
+
+
+@pytest.mark.parametrize("tls", ["tcp,self"], indirect=True)
+def test_garbage_at_the_port_disturbs_nobody(reader: Reader, start: Callable[[int], Source]) -> None:
+    source = start(6)
+    peer = reader.transport.attach(source.endpoint)
+    ports = _listening_ports(source.pid)
+    assert ports
+    for port in ports:
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), secrets.token_bytes(100_000)):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.settimeout(0.2)
+                try:
+                    stranger.sendall(data)
+                    stranger.recv(1)
+                except OSError:
+                    pass
+    with reader.read(peer, source) as transfer:
+        assert finish(transfer) is TransferState.DONE
+    assert reader.has(source)
+
+
+def _listening_ports(pid: int) -> list[int]:
+    """Ports a process listens on; none may be on another address than 127.0.0.1."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(descriptor)
+        if target.startswith("socket:"):
+            inodes.add(target[8:-1])
+    ports = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            address, port = fields[1].split(":")
+            assert address == "0100007F", "listens beyond the host it was given"
+            ports.append(int(port, 16))
+    return ports
+
+
+def test_the_source_is_killed_before_the_read(reader: Reader, start: Callable[[int], Source]) -> None:
+    alive, doomed = start(7), start(8)
+    peers = {source: reader.transport.attach(source.endpoint) for source in (doomed, alive)}
+    doomed.send_signal(signal.SIGKILL)
+    with reader.read(peers[doomed], doomed) as transfer:
+        assert finish(transfer) is TransferState.FAILED
+    assert transfer.cause
+    with pytest.raises(TransferFailed):
+        reader.transport.attach(doomed.endpoint)
+    with reader.read(peers[alive], alive) as transfer:
+        assert finish(transfer) is TransferState.DONE
+    assert reader.has(alive)
+
+
+@pytest.mark.parametrize("piece", [4 << 10, 1 << 20])
+def test_the_source_is_killed_during_the_read(reader: Reader, start: Callable[[int], Source], piece: int) -> None:
+    alive, doomed = start(9), start(10)
+    peers = {source: reader.transport.attach(source.endpoint) for source in (doomed, alive)}
+    failing = reader.read(peers[doomed], doomed, piece)
+    for _ in range(20):
+        failing.poll()
+    doomed.send_signal(signal.SIGSTOP)
+    other = reader.read(peers[alive], alive, piece)
+    assert finish(other) is TransferState.DONE
+    other.close()
+    assert failing.poll() is TransferState.PENDING, "the read ended before the signal; make it longer"
+    doomed.send_signal(signal.SIGKILL)
+    assert finish(failing) is TransferState.FAILED
+    failing.close()
+    _assert_no_byte_arrives(reader)
+
+
+@pytest.mark.parametrize("piece", [4 << 10, 1 << 20])
+def test_closing_a_read_from_a_stopped_source(
+    reader: Reader, start: Callable[[int], Source], monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(ucx_reader, "CLOSE_GRACE_S", 0.5)
+    alive, stopped = start(11), start(12)
+    peers = {source: reader.transport.attach(source.endpoint) for source in (stopped, alive)}
+    transfer = reader.read(peers[stopped], stopped, piece)
+    for _ in range(20):
+        transfer.poll()
+    stopped.send_signal(signal.SIGSTOP)
+    assert transfer.poll() is TransferState.PENDING, "the read ended before the signal; make it longer"
+    begin = time.monotonic()
+    transfer.close()
+    assert time.monotonic() - begin < 3.0
+    reader.buffer[:] = 0
+    stopped.send_signal(signal.SIGCONT)
+    _assert_no_byte_arrives(reader)
+    for source in (alive, stopped):
+        with reader.read(peers[source], source, piece) as transfer:
+            assert (finish(transfer), transfer.cause) == (TransferState.DONE, "")
+        assert reader.has(source, piece)
+
+
+def _assert_no_byte_arrives(reader: Reader) -> None:
+    reader.buffer[:] = 0
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        reader.transport._reader.pump()  # type: ignore[union-attr]
+    assert not reader.buffer.any()
+
+
+def test_a_silent_source_is_given_up(
+    reader: Reader, start: Callable[[int], Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx_reader, "STALL_S", 0.5)
+    source = start(13)
+    peer = reader.transport.attach(source.endpoint)
+    source.send_signal(signal.SIGSTOP)
+    with reader.read(peer, source) as transfer:
+        assert finish(transfer, 5.0) is TransferState.FAILED
+    assert "sent nothing" in transfer.cause
+
+
+@pytest.mark.parametrize("piece", [4 << 10, 1 << 20])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_dies_or_stops_does_not_hurt_the_source(
+    reader: Reader, start: Callable[[int], Source], tls: str, end: signal.Signals, piece: int
+) -> None:
+    source = start(14)
+    peer = reader.transport.attach(source.endpoint)
+    others = [RestlessReader(source, piece, tls) for _ in range(3)]
+    for other in others:
+        other.send_signal(end)
+        with reader.read(peer, source, piece) as transfer:
+            assert (finish(transfer), transfer.cause) == (TransferState.DONE, "")
+    for other in others:
+        other.end()
+    time.sleep(1.5)  # more than the interval of UCX's own look at its peers
+    with reader.read(peer, source, piece) as transfer:
+        assert (finish(transfer), transfer.cause) == (TransferState.DONE, "")
+    assert reader.has(source, piece)
+    assert source.process.is_alive()
+
+
+def test_closing_the_source_fails_its_readers(reader: Reader, start: Callable[[int], Source]) -> None:
+    source = start(15)
+    peer = reader.transport.attach(source.endpoint)
+    source.pipe.close()
+    source.process.join(10)
+    with reader.read(peer, source) as transfer:
+        assert finish(transfer) is TransferState.FAILED
+    assert transfer.cause
+
+
+def test_many_transfers_leave_nothing_behind(reader: Reader, start: Callable[[int], Source]) -> None:
+    source = start(16)
+    base = int(reader.buffer.ctypes.data)
+    start_at = np.arange(0, 1 << 20, 16 << 10, dtype=np.int64)
+    pieces = Segments.of(source.address + start_at, base + start_at[::-1], 16 << 10)
+
+    def read(times: int) -> None:
+        for number in range(times):
+            if number % 50 == 0:
+                peer = reader.transport.attach(source.endpoint)
+            with reader.transport.read(peer, pieces) as transfer:
+                assert finish(transfer) is TransferState.DONE
+            if number % 50 == 49:
+                reader.transport.detach(peer)
+
+    read(100)
+    pids = os.getpid(), source.pid
+    before = [_usage(pid) for pid in pids]
+    read(500)
+    for pid, (rss, descriptors, threads) in zip(pids, before, strict=True):
+        now = _usage(pid)
+        assert now[0] - rss < 5 << 20
+        assert now[1] <= descriptors + 1
+        assert now[2] <= threads
+
+
+def _usage(pid: int) -> tuple[int, int, int]:
+    """Resident bytes, file descriptors, threads."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    descriptors, threads = (len(list(Path(f"/proc/{pid}/{name}").iterdir())) for name in ("fd", "task"))
+    return pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threads
+
+
+def test_closing_releases_threads_and_descriptors(tls: str) -> None:
+    def once() -> None:
+        with UcxTransport() as source, UcxTransport() as target:
+            buffer = content(1 << 20, 0)
+            here = np.zeros(1 << 20, np.uint8)
+            source.register([Memory(int(buffer.ctypes.data), len(buffer))])
+            target.register([Memory(int(here.ctypes.data), len(here))])
+            peer = target.attach(source.endpoint())
+            pieces = Segments.of([buffer.ctypes.data], [here.ctypes.data], [len(here)])
+            with target.read(peer, pieces) as transfer:
+                assert finish(transfer) is TransferState.DONE
+
+    for _ in range(2):
+        once()
+    _, descriptors, threads = _usage(os.getpid())
+    for _ in range(5):
+        once()
+    assert _usage(os.getpid())[1:] == (descriptors, threads)
+    assert not [thread for thread in threading.enumerate() if "ucx" in thread.name]
+
+
+def test_an_idle_source_uses_no_core(reader: Reader, start: Callable[[int], Source]) -> None:
+    source = start(17)
+    peer = reader.transport.attach(source.endpoint)
+    assert finish(reader.read(peer, source)) is TransferState.DONE
+    before = _cpu_s(source.pid)
+    time.sleep(2.0)
+    assert _cpu_s(source.pid) - before < 0.1
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_environment_stays_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_RNDV_THRESH", "64K")
+    before = dict(os.environ)
+    with UcxTransport() as transport:
+        transport.endpoint()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "no host"])
+def test_hosts_that_are_not_ours_are_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
+        UcxTransport(host=host).start()
+
+
+@pytest.mark.parametrize("sizes", [{"slice_bytes": 1000}, {"staging_bytes": 4096}, {"staging_bytes": 0}])
+def test_impossible_staging_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="staging"):
+        UcxTransport(**sizes).start()
+
+
+def test_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    ucx_worker._load_ucxx.cache_clear()
+    with pytest.raises(ConfigError, match="pip install ucxx-cu12"):
+        UcxTransport().start()
+
+
+def test_a_ucx_without_network_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "rc")
+    with pytest.raises(ConfigError, match="UCX_TLS=rc"):
+        UcxTransport().start()
+
+
+def test_messages_survive_their_frame() -> None:
+    offer = Offer(b"address", bytes(16), 1 << 20)
+    addresses, lengths = np.array([1, 1 << 40]), np.array([2, 3])
+    ask = Ask.of(offer, bytes(range(16)), 1 << 63, addresses, lengths)
+    decoded = decode_to_source(encode(ask) + b"rest of an older message")
+    assert decoded == ask
+    assert isinstance(decoded, Ask)
+    assert [part.tolist() for part in decoded.pieces] == [[1, 1 << 40], [2, 3]]
+
+
+@pytest.mark.parametrize("data", [b"", bytes(100), b"\xff" * 100, b"\0\0\0\1\xc0"])
+def test_garbage_is_no_message(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_to_source(data)
