@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from connector.allowed import PRIVATE, AllowedPeers
 from layouts import ConfigError, ParallelLayout
+from transport import TRANSPORTS, Transport, create_transport
 from transport.control.messages import CacheFormat
+from transport.cost import PATHS
+from transport.data_plane import AUTO, ReadOptions, ReadPath
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +25,8 @@ class WeaveConfig:
     host: str = "127.0.0.1"
     """Address of this machine at which decode nodes reach the control port of a prefill node; no wildcard."""
     port: int = 0
-    """Control port of a prefill node; 0 takes a free one (it is advertised in every response)."""
+    """Control port of a prefill node; 0 takes a free one (it is advertised in every response). A node that only decodes
+    opens one if this is set, for `python -m kvweave doctor`."""
     lease_s: float = 30.0
     """How long a finished prefill stays readable without a sign of life from its decode node."""
     open_timeout_s: float = 6.0
@@ -31,33 +35,58 @@ class WeaveConfig:
     """How long a decode node keeps a lease while its request waits for blocks, before it prefills locally."""
     read_timeout_s: float = 60.0
     """How long one rank's reads may take before the load fails."""
-    transport: str = "nixl"
-    """Name of the transport that moves the bytes."""
+    transport: str = "auto"
+    """What moves the bytes: nixl, ucx, cma (one host), or auto: cma where both ends share a host, else nixl or ucx."""
     nixl_backend: str = "UCX"
     """NIXL backend, where the transport is nixl."""
-    allowed_peers: str = ""
-    """Addresses or networks (10.0.0.0/8) of the prefill nodes, comma-separated; empty allows any. Set it where clients
-    can reach a decode node directly: they could name a host of their own in `kv_transfer_params`."""
+    read_path: str = "auto"
+    """How many small pieces move: direct, gather, scatter, pack, or auto, the cheapest each time."""
+    staging_mib: int = 64
+    """Bound of a rank's staging memory for packed moves, in each direction that the rank serves."""
+    segment_us: float = 0.0
+    """Cost of one more piece in a read, in microseconds; 0: measured at start."""
+    copy_gb_per_s: float = 0.0
+    """Speed of copies into and out of staging memory; 0: measured at start."""
+    pages: str = "plain"
+    """Pages of the KV cache on the CPU platform: "plain" fits any layout on the other side; "native" are vLLM's own,
+    which move between equal layouts only but have the faster kernels. GPU backends have pages of one kind."""
+    keys_dir: str = ""
+    """Key directory of this node (python -m kvweave keys) to encrypt the control channel with; empty: not encrypted."""
+    allowed_peers: str = PRIVATE
+    """Whom a decode node may ask: addresses, networks, names, `private` or `any`, comma-separated."""
     model_id: str = ""
     """What has to be equal on both nodes for their caches to be of one model; default: the value of --model."""
 
     def __post_init__(self) -> None:
         _check("port", self.port, 0 <= self.port < 65536, "0..65535")
+        names = ("auto", *TRANSPORTS)
+        _check("transport", self.transport, self.transport in names, ", ".join(names))
+        _check("read_path", self.read_path, self.read_path in ("auto", *PATHS), ", ".join(("auto", *PATHS)))
+        _check("staging_mib", self.staging_mib, 4 <= self.staging_mib <= 1 << 16, "4 to 65536 MiB")
+        _check("segment_us", self.segment_us, 0 <= self.segment_us <= 1e5, "0 to 100000")
+        _check("copy_gb_per_s", self.copy_gb_per_s, 0 <= self.copy_gb_per_s <= 1e4, "0 to 10000")
         for name in ("lease_s", "open_timeout_s", "wait_timeout_s", "read_timeout_s"):
             _check(name, getattr(self, name), 1 <= getattr(self, name) <= 86400, "1 to 86400 seconds")
-        try:
-            self.peer_networks()
-        except ValueError as error:
-            _check("allowed_peers", self.allowed_peers, False, f"addresses or networks, comma-separated ({error})")
+        _check("pages", self.pages, self.pages in ("plain", "native"), "plain, native")
+        AllowedPeers.parse(self.allowed_peers)
 
-    def peer_networks(self) -> list[IPv4Network | IPv6Network]:
-        """`allowed_peers`, read."""
-        return [ip_network(part.strip()) for part in self.allowed_peers.split(",") if part.strip()]
+    def transports(self) -> list[list[Transport]]:
+        """What `DataPlane` takes: groups of alternatives, not started."""
+        options: dict[str, dict[str, Any]] = {
+            "nixl": {"backend": self.nixl_backend},
+            "ucx": {"host": self.host, "staging_bytes": self.staging_mib << 20},
+        }
+        groups = AUTO if self.transport == "auto" else ((self.transport,),)
+        return [[create_transport(name, **options.get(name, {})) for name in group] for group in groups]
 
-    def allows_peer(self, host: str) -> bool:
-        """Whether a prefill node at this numeric address may be contacted."""
-        networks = self.peer_networks()
-        return not networks or any(ip_address(host) in network for network in networks)
+    def read_options(self) -> ReadOptions:
+        """How the data plane reads."""
+        return ReadOptions(
+            path=cast("ReadPath", self.read_path),
+            staging_bytes=self.staging_mib << 20,
+            segment_s=1e-6 * self.segment_us,
+            copy_s=1e-9 / self.copy_gb_per_s if self.copy_gb_per_s else 0.0,
+        )
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> WeaveConfig:

@@ -31,12 +31,15 @@ from connector.pace import Pace, favour_short_threads, sleep_instead_of_spinning
 from connector.params import wants_remote_decode
 from connector.producer import Producer
 from connector.prompt import consists_of_tokens, digest_of
+from connector.reception import Reception
+from connector.signing import SharedSecret
 from connector.stats import Counters
 from connector.worker import Worker
 from layouts import ConfigError, ParallelLayout
-from transport import create_transport
 from transport.control.client import ControlClient
+from transport.control.keys import load_keys
 from transport.control.messages import CacheFormat, Manifest, PlacementInfo, RankInfo
+from transport.data_plane import DataPlane
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +70,7 @@ class WeaveHandshake(KVConnectorHandshakeMetadata):
     ranks: dict[int, RankInfo]
     layout: ParallelLayout
     cache: CacheFormat
+    transports: list[str]
 
 
 class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -86,15 +90,23 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake: WeaveHandshake | None = None
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
-        if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.is_kv_producer:
-            self._producer = Producer(
-                self._config.host, self._config.port, self._config.lease_s, self._counters, self._pace
-            )
+        self._reception: Reception | None = None
+        self._keys = load_keys(self._config.keys_dir)
+        if role is KVConnectorRole.SCHEDULER:
+            self._secret = SharedSecret.from_environment()
+            self._open_port()
+
+    def _open_port(self) -> None:
+        host, port, lease_s = self._config.host, self._config.port, self._config.lease_s
+        if self._kv_transfer_config.is_kv_producer:
+            self._producer = Producer(host, port, lease_s, self._counters, self._pace, keys=self._keys)
+        elif port:
+            self._reception = Reception(host, port, self._keys)
 
     # Both sides
 
     def shutdown(self) -> None:
-        for part in (self._worker, self._producer, self._consumer):
+        for part in (self._worker, self._producer, self._consumer, self._reception):
             if part is not None:
                 part.close()
 
@@ -128,14 +140,16 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         rank = _rank_of_this_worker(self._layout)
         placement = self._layout.placement
-        options = {"backend": self._config.nixl_backend} if self._config.transport == "nixl" else {}
-        transport = create_transport(self._config.transport, **options)
         cache = rank_cache(kv_caches, self._vllm_config, placement.holdings[rank], self._layout.block_tokens)
-        self._worker = Worker(rank, placement, transport, self._counters)
-        info = self._worker.register(cache.regions, cache.memory)
+        plane = DataPlane(self._config.transports(), self._config.read_options(), self._config.host, self._keys)
+        self._worker = Worker(rank, placement, plane, ControlClient(self._keys), self._counters)
+        self._worker.register(cache.regions, cache.memory)
+        info = RankInfo(rank, b"", [])
+        if self._kv_transfer_config.is_kv_producer:
+            info = self._worker.serve()
         if self._kv_transfer_config.is_kv_consumer:
-            self._worker.start_reading(cache.regions, self._config.read_timeout_s)
-        self._handshake = WeaveHandshake({rank: info}, self._layout, self._format(cache))
+            self._worker.start_reading(self._config.read_timeout_s)
+        self._handshake = WeaveHandshake({rank: info}, self._layout, self._format(cache), plane.kinds)
 
     def _format(self, cache: RankCache) -> CacheFormat:
         return cache_format_of(
@@ -183,9 +197,15 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         placement = PlacementInfo.from_placement(layout.placement)
         if self._producer is not None:
             ordered = [ranks[rank] for rank in sorted(ranks)]
-            self._producer.start(Manifest(self._producer.incarnation, cache, placement, ordered))
+            manifest = Manifest(self._producer.incarnation, cache, placement, ordered)
+            self._producer.start(manifest, handshakes[0].transports)
+        if self._reception is not None:
+            self._reception.start(cache, placement, handshakes[0].transports)
         if self._kv_transfer_config.is_kv_consumer:
-            self._consumer = Consumer(ControlClient(), cache, placement, self._config, self._counters, self._pace)
+            self._consumer = Consumer(
+                *(ControlClient(self._keys), cache, placement, self._config, self._counters, self._pace),
+                secret=self._secret,
+            )
             self._consumer.start()
 
     def on_new_request(self, request: Request) -> None:
@@ -241,7 +261,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
         num_blocks = self._layout.interleave.num_virtual_blocks(num_tokens)
         held = tuple(np.asarray(ids[:num_blocks], dtype=np.int64) for ids in block_ids)
         params = self._producer.offer(Offer(request.request_id, num_tokens, held, digest_of(request)))
-        return True, params.to_dict()
+        return True, params.to_dict(self._secret)
 
     def has_pending_block_frees(self) -> bool:
         """Blocks under a lease come back soon: wait for them rather than preempt."""

@@ -1,68 +1,61 @@
 """The scheduler side of a decode node: opens leases, claims tokens once the prefill node has answered, sends the jobs.
 
 Methods are named like the vLLM hooks they serve and run on the engine thread. Requests are seen through a few plain
-values, so this runs without vLLM in tests. A load (`_Load`) ends exactly once, with one outcome:
-
-    arrive -> OPENING -> READY -> LOADING -> loaded | failed | aborted
-                 |         `----> local_hit | aborted
-                 `-> local_prefill (refused, silent, malformed: the prompt is computed here)
+values, so this runs without vLLM in tests. How a load lives and ends is `load`'s business; here events become messages,
+and messages events.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from connector.allowed import AllowedPeers
 from connector.config import WeaveConfig
-from connector.errors import BadParams
+from connector.errors import BadParams, ForgedParams
+from connector.faults import FaultLog
 from connector.jobs import LoadJob, SourceId, StepWork
+from connector.load import Attempts, Event, Load, Outcome, State
 from connector.pace import Pace
 from connector.params import TransferParams, wants_remote_prefill
+from connector.peers import PeerTable
 from connector.renewals import Renewals
+from connector.signing import SharedSecret
 from connector.stats import Counters
-from layouts import Interleave
 from transport.control import messages as wire
 from transport.control.client import ControlClient
 from transport.errors import PeerSilent, ProtocolError
 
 log = logging.getLogger(__name__)
 
-RENEW_INTERVAL_S = 1.0
-RENEW_TIMEOUT_S = 4.0
-RELEASE_TIMEOUT_S = 2.0
-MAX_FAULTS_SEEN = 1000
-
-
-class Phase(enum.Enum):
-    OPENING = enum.auto()
-    READY = enum.auto()
-    LOADING = enum.auto()
-    ENDING = enum.auto()
-    """Over for vLLM while loading: the workers still have to report the end of their reads."""
+CLIENT = "client"
+"""Stands for the peer in the log when the fault is in what a client sent."""
 
 
 @dataclass(slots=True)
-class _Load:
-    load: str
+class _Claim:
+    """A load and what its messages need."""
+
+    load_id: str
+    load: Load
     params: TransferParams
-    num_tokens: int
-    answer: Future[wire.Reply]
-    phase: Phase = Phase.OPENING
+    question: wire.Open
+    attempts: Attempts
+    answers: list[Future[wire.Reply]] = field(default_factory=list)
     opened: wire.Opened | None = None
-    start: int = 0
-    """Positions before it were here already."""
-    ready_since: float = 0.0
-    loading_since: float = 0.0
-    outcome: str = ""
-    """How it ends, where that is decided before the workers' report."""
+    silence: str = "silent"
+    """What to call it when the time for an answer is over."""
+
+    @property
+    def peer(self) -> str:
+        return f"{self.params.host}:{self.params.port}"
 
 
 class Consumer:
@@ -76,17 +69,21 @@ class Consumer:
         config: WeaveConfig,
         counters: Counters,
         pace: Pace,
+        clock: Callable[[], float] = time.monotonic,
+        secret: SharedSecret | None = None,
     ) -> None:
         self._client, self._cache, self._placement = client, cache, placement
         self._config = config
+        self._allowed, self._secret = AllowedPeers.parse(config.allowed_peers), secret
         self.counters = counters
         self._pace = pace
-        self._renewals = Renewals(client, RENEW_INTERVAL_S, RENEW_TIMEOUT_S)
-        self._loads: dict[str, _Load] = {}
+        self._clock = clock
+        self._renewals = Renewals(client)
+        self._peers = PeerTable(counters)
+        self._faults = FaultLog()
+        self._claims: dict[str, _Claim] = {}
         self._request_of: dict[str, str] = {}
-        self._sources: dict[SourceId, Interleave] = {}
         self._next = StepWork()
-        self._faults_seen: set[tuple[tuple[str, int], str]] = set()
 
     def start(self) -> None:
         self._client.start()
@@ -98,7 +95,7 @@ class Consumer:
 
     @property
     def num_loads(self) -> int:
-        return len(self._loads)
+        return len(self._claims)
 
     def on_new_request(
         self,
@@ -113,46 +110,60 @@ class Consumer:
             return
         assert params is not None
         try:
-            parsed = TransferParams.parse(params)
+            parsed = TransferParams.parse(params, self._secret)
         except BadParams as error:
             self._refuse_params(request_id, "malformed", str(error))
             return
-        if not self._config.allows_peer(parsed.host):
-            self._refuse_params(request_id, "forbidden", f"host {parsed.host} is not in allowed_peers")
+        except ForgedParams as error:
+            self._refuse_params(request_id, "forbidden", str(error))
             return
-        load, wanted = secrets.token_hex(16), min(parsed.num_tokens, num_tokens - 1)
+        if not self._allowed.allow(parsed.host):
+            allowed = self._config.allowed_peers
+            self._refuse_params(request_id, "forbidden", f"host {parsed.host} is not in allowed_peers ({allowed})")
+            return
+        now, load_id, wanted = self._clock(), secrets.token_hex(16), min(parsed.num_tokens, num_tokens - 1)
         if wanted < 1:
-            self._release(parsed, load)
-            self.counters.add("loads", outcome="local_hit")
+            self._renewals.release(load_id, parsed.address, parsed.capability, now)
+            self.counters.add("loads", outcome=Outcome.LOCAL_HIT.value)
             return
-        message = wire.Open(
+        if request_id in self._claims:
+            self._renewals.release(load_id, parsed.address, parsed.capability, now)
+            self._refuse_params(request_id, "duplicate", "reads for a request of this name are still under way")
+            return
+        question = wire.Open(
             capability=parsed.capability,
-            load=load,
+            load=load_id,
             cache=self._cache,
             placement=self._placement,
             num_tokens=wanted,
             prompt_digest=digest(wanted),
-            known_incarnation=parsed.incarnation if parsed.source in self._sources else "",
+            known_incarnation=parsed.incarnation if self._peers.has_met(parsed.source) else "",
         )
-        answer = self._client.request(parsed.address, message, self._config.open_timeout_s)
-        answer.add_done_callback(lambda _: self._pace.wake())
-        self._loads[request_id] = _Load(load, parsed, wanted, answer)
-        self._request_of[load] = request_id
+        jitter = int(load_id[:8], 16) / 2**32
+        attempts = Attempts.starting(now, self._config.open_timeout_s, jitter)
+        self._claims[request_id] = _Claim(load_id, Load(wanted, now), parsed, question, attempts)
+        self._request_of[load_id] = request_id
+        self.counters.add("open_loads")
+        self._pursue(request_id)
 
     def _refuse_params(self, request_id: str, cause: str, detail: str) -> None:
-        log.warning("prefilling locally request=%s cause=%s detail=%s", request_id, cause, detail)
-        self.counters.add("loads", outcome="local_prefill", cause=cause)
+        if times := self._faults.note(CLIENT, cause, self._clock()):
+            log.warning(
+                "prefilling locally request=%s peer=%s cause=%s times=%d detail=%s",
+                *(request_id, CLIENT, cause, times, detail),
+            )
+        self.counters.add("loads", outcome=Outcome.LOCAL_PREFILL.value, cause=cause)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those this node has; None while the prefill node has not answered."""
-        self._poll_answer(request_id)
-        load = self._loads.get(request_id)
-        if load is None or load.phase in (Phase.LOADING, Phase.ENDING):
+        self._pursue(request_id)
+        claim = self._claims.get(request_id)
+        if claim is None or claim.load.is_parked:
             return 0, False
-        if load.phase is Phase.OPENING:
+        if claim.load.state is State.OPENING:
             return None, False
-        load.start = num_computed_tokens
-        missing = max(0, load.num_tokens - num_computed_tokens)
+        claim.load.start = num_computed_tokens
+        missing = max(0, claim.load.num_tokens - num_computed_tokens)
         return missing, missing > 0
 
     def update_state_after_alloc(
@@ -162,34 +173,37 @@ class Consumer:
 
         vLLM may take nothing although something is offered, even before the offer (a request with prompt logprobs).
         """
-        load = self._loads.get(request_id)
-        if load is None or load.phase not in (Phase.OPENING, Phase.READY):
+        claim = self._claims.get(request_id)
+        if claim is None or claim.load.is_parked:
             return
         if num_external_tokens == 0:
-            self._end(request_id, "local_hit", release=True)
+            claim.load.spared(self._clock())
+            self._settle(request_id)
             return
-        assert load.opened is not None and load.start + num_external_tokens <= load.num_tokens
-        load.num_tokens = load.start + num_external_tokens
-        load.phase, load.loading_since = Phase.LOADING, time.monotonic()
+        load, opened, now = claim.load, claim.opened, self._clock()
+        assert opened is not None, "vLLM takes tokens only after they were offered"
+        self.counters.observe("queue_seconds", now - load.since)
+        load.dispatched(num_external_tokens, now)
         self._next.jobs.append(
             LoadJob(
                 request_id=request_id,
-                load=load.load,
-                capability=load.params.capability,
-                source=load.params.source,
+                load=claim.load_id,
+                capability=claim.params.capability,
+                source=claim.params.source,
                 start=load.start,
                 stop=load.num_tokens,
-                source_block_ids=np.asarray(load.opened.block_ids[0], dtype=np.int64),
+                source_block_ids=np.asarray(opened.block_ids[0], dtype=np.int64),
                 target_block_ids=np.asarray(block_ids[0], dtype=np.int64),
             )
         )
 
     def take_work(self) -> StepWork:
         """What the workers are to do from this step on."""
-        for request_id in list(self._loads):
-            self._poll_answer(request_id)
-        for load, cause in self._renewals.take_lost().items():
-            self._lost(self._request_of[load], cause)
+        for request_id in list(self._claims):
+            self._pursue(request_id)
+        for load_id, cause in self._renewals.take_lost().items():
+            if load_id in self._request_of:
+                self._lose(self._request_of[load_id], cause, "the lease is lost")
         self._decline_overdue()
         work, self._next = self._next, StepWork()
         return work
@@ -197,111 +211,161 @@ class Consumer:
     def update_connector_output(self, finished: set[str], failed: set[str]) -> None:
         """Every rank has reported these loads."""
         for request_id in finished:
-            load = self._loads.get(request_id)
-            if load is None:
-                continue
-            self.counters.add("transfer_seconds", time.monotonic() - load.loading_since)
-            if load.phase is Phase.ENDING:
-                self._end(request_id, load.outcome, release=False)
-            else:
-                has_failed = request_id in failed
-                self._end(request_id, "failed" if has_failed else "loaded", release=has_failed)
+            claim = self._claims.get(request_id)
+            if claim is not None and claim.load.is_parked:
+                now = self._clock()
+                self.counters.add("transfer_seconds", now - claim.load.dispatched_at)
+                claim.load.reported(has_failed=request_id in failed, now=now)
+                self._settle(request_id)
 
     def request_finished(self, request_id: str, *, by_error: bool = False) -> None:
         """The request is over for vLLM, for whatever reason. A parked one stays known until its reads have ended.
 
         `by_error`: vLLM ended it because its load failed (kv_load_failure_policy fail), not the client.
         """
-        load = self._loads.get(request_id)
-        if load is None:
-            return
-        if load.phase is Phase.LOADING:
-            load.phase, load.outcome = Phase.ENDING, "failed" if by_error else "aborted"
-            self._release(load.params, load.load)
-        elif load.phase is not Phase.ENDING:
-            self._end(request_id, "aborted", release=True)
+        claim = self._claims.get(request_id)
+        if claim is not None and claim.load.allows(Event.ABANDONED):
+            claim.load.abandoned(by_error=by_error, now=self._clock())
+            self._settle(request_id)
 
-    def _poll_answer(self, request_id: str) -> None:
-        """OPENING -> READY or local_prefill, once the prefill node's answer is there."""
-        load = self._loads.get(request_id)
-        if load is None or load.phase is not Phase.OPENING or not load.answer.done():
+    def check_integrity(self) -> None:
+        """Every claim is open, in the state its records say, and no lease is renewed for anything else."""
+        assert {self._request_of[claim.load_id] for claim in self._claims.values()} == self._claims.keys()
+        assert len(self._request_of) == len(self._claims)
+        for claim in self._claims.values():
+            claim.load.check_integrity()
+            assert claim.load.end is None
+            assert (claim.opened is None) == (claim.load.state is State.OPENING)
+        assert self._renewals.kept() <= {claim.load_id for claim in self._claims.values() if claim.opened is not None}
+
+    def _pursue(self, request_id: str) -> None:
+        """While OPENING: take an answer, else ask when it is time, else give up when the time is over.
+
+        Whatever goes wrong here ends this load and no other.
+        """
+        claim = self._claims.get(request_id)
+        if claim is None or claim.load.state is not State.OPENING:
             return
         try:
-            self._take_answer(request_id, load, load.answer.result(timeout=0))
-        except PeerSilent:
-            self._decline(request_id, "silent", f"no answer in {self._config.open_timeout_s:g} s")
+            self._take_answers(request_id, claim)
+            if claim.load.state is State.OPENING:
+                self._ask_or_give_up(request_id, claim)
         except ProtocolError as error:
             self._decline(request_id, "malformed", str(error))
+        except Exception as error:
+            log.exception("opening a lease failed in an unexpected way request=%s peer=%s", request_id, claim.peer)
+            if claim.load.allows(Event.DECLINED):
+                self._decline(request_id, "internal", repr(error))
 
-    def _take_answer(self, request_id: str, load: _Load, reply: wire.Reply) -> None:
+    def _take_answers(self, request_id: str, claim: _Claim) -> None:
+        """Take the first answer that settles the question; that the peer is busy, or silent so far, settles nothing."""
+        for answer in [answer for answer in claim.answers if answer.done()]:
+            claim.answers.remove(answer)
+            try:
+                reply = answer.result(timeout=0)
+            except PeerSilent:
+                claim.silence = "silent"
+                continue
+            self._peers.heard(claim.params.address)
+            if isinstance(reply, wire.Refused) and reply.cause == "busy":
+                claim.silence = "busy"
+                continue
+            self._take_answer(request_id, claim, reply)
+            return
+
+    def _ask_or_give_up(self, request_id: str, claim: _Claim) -> None:
+        now, attempts, address = self._clock(), claim.attempts, claim.params.address
+        if attempts.is_over(now):
+            if claim.silence == "silent":
+                self._peers.gave_up(address)
+            detail = f"no answer in {attempts.timeout_s:g} s, asked {attempts.num_made} times"
+            self._decline(request_id, claim.silence, detail)
+        elif attempts.is_due(now):
+            if attempts.num_made:
+                self.counters.add("open_repeats", cause=claim.silence)
+                self._peers.missed(address)
+            attempts.made(now)
+            answer = self._client.request(address, claim.question, attempts.deadline - now)
+            answer.add_done_callback(lambda _: self._pace.wake())
+            claim.answers.append(answer)
+
+    def _take_answer(self, request_id: str, claim: _Claim, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Refused):
             detail = f"{reply.field}: there {reply.ours}, here {reply.theirs}" if reply.field else reply.detail
             self._decline(request_id, reply.cause, detail)
         elif not isinstance(reply, wire.Opened):
             self._decline(request_id, "malformed", f"answered Open with {type(reply).__name__}")
-        elif reply.incarnation != load.params.incarnation:
+        elif reply.incarnation != claim.params.incarnation:
             self._decline(request_id, "unknown", "the prefill node was restarted since it computed this prompt")
         else:
-            self._meet(load.params.source, reply)
-            needed = self._sources[load.params.source].num_virtual_blocks(load.num_tokens)
-            if len(reply.block_ids) != 1 or len(reply.block_ids[0]) < needed:
-                raise ProtocolError(f"the answer lists {[len(ids) for ids in reply.block_ids]} blocks, needed {needed}")
-            load.opened, load.phase, load.ready_since = reply, Phase.READY, time.monotonic()
-            self._renewals.add(load.load, load.params.address, load.params.capability, reply.lease_s)
+            self._open(claim, reply)
 
-    def _meet(self, source: SourceId, reply: wire.Opened) -> None:
-        """Take note of a source's manifest; the first one counts. Raises ProtocolError when there is no usable one."""
-        if source in self._sources:
+    def _open(self, claim: _Claim, reply: wire.Opened) -> None:
+        """The lease is ours. Raises ProtocolError when the answer cannot be used."""
+        params, load, now = claim.params, claim.load, self._clock()
+        self._meet(params.source, reply.manifest)
+        needed = self._peers.interleave(params.source).num_virtual_blocks(load.num_tokens)
+        if len(reply.block_ids) != 1 or len(reply.block_ids[0]) < needed:
+            raise ProtocolError(f"the answer lists {[len(ids) for ids in reply.block_ids]} blocks, needed {needed}")
+        self.counters.observe("handshake_seconds", now - load.since)
+        claim.opened = reply
+        load.answered(now)
+        self._renewals.keep(claim.load_id, params.address, params.capability, reply.lease_s, now)
+
+    def _meet(self, source: SourceId, manifest: wire.Manifest | None) -> None:
+        """The first answer of a life of a prefill node: its earlier lives are over, and what was read from them too."""
+        if self._peers.has_met(source):
             return
-        if reply.manifest is None or reply.manifest.incarnation != source.incarnation:
-            raise ProtocolError("the answer holds no manifest of its own incarnation")
-        interleave = reply.manifest.placement.to_placement().interleave
-        for former in [known for known in self._sources if known.address == source.address]:
-            del self._sources[former]
-        self._sources[source] = interleave
-        self._next.manifests.append((source, reply.manifest))
+        self._peers.meet(source, manifest)
+        assert manifest is not None, "meeting without one fails"
+        self._next.manifests.append((source, manifest))
+        self.counters.add("handshakes")
+        for request_id, claim in list(self._claims.items()):
+            if claim.params.address == source.address and claim.params.source != source:
+                self._lose(request_id, "unknown", "the prefill node was restarted")
 
     def _decline_overdue(self) -> None:
         """Blocks a request waits for may be under a lease of another node that waits too: somebody gives in."""
-        oldest = time.monotonic() - self._config.wait_timeout_s
-        for request_id, load in list(self._loads.items()):
-            if load.phase is Phase.READY and load.ready_since < oldest:
+        oldest = self._clock() - self._config.wait_timeout_s
+        for request_id, claim in list(self._claims.items()):
+            if claim.load.state is State.READY and claim.load.since <= oldest:
                 self._decline(request_id, "timeout", f"no blocks within {self._config.wait_timeout_s:g} s")
 
-    def _lost(self, request_id: str, cause: str) -> None:
+    def _lose(self, request_id: str, cause: str, detail: str) -> None:
         """The lease of an open load is gone: before the job is sent decline it, afterwards stop the workers."""
-        if self._loads[request_id].phase is Phase.READY:
-            self._decline(request_id, cause, "lease lost while waiting for blocks")
-        else:
+        claim = self._claims[request_id]
+        if cause == "silent":
+            self._peers.gave_up(claim.params.address)
+        if claim.load.is_parked:
+            claim.load.lost(cause, self._clock())
             self._next.lost.append(request_id)
+        else:
+            self._decline(request_id, cause, detail)
 
     def _decline(self, request_id: str, cause: str, detail: str) -> None:
-        params = self._loads[request_id].params
-        fault = (params.address, cause)
-        if len(self._faults_seen) > MAX_FAULTS_SEEN:
-            self._faults_seen.clear()
-        level = logging.DEBUG if fault in self._faults_seen else logging.WARNING
-        self._faults_seen.add(fault)
-        log.log(
-            level,
-            "prefilling locally request=%s peer=%s:%d cause=%s detail=%s (logged once per peer and cause)",
-            *(request_id, *params.address, cause, detail),
-        )
-        self._end(request_id, "local_prefill", release=cause not in ("unknown", "expired"), cause=cause)
+        claim, now = self._claims[request_id], self._clock()
+        if times := self._faults.note(claim.peer, cause, now):
+            log.warning(
+                "prefilling locally request=%s peer=%s cause=%s times=%d detail=%s",
+                *(request_id, claim.peer, cause, times, detail),
+            )
+        claim.load.declined(cause, now)
+        self._settle(request_id)
 
-    def _end(self, request_id: str, outcome: str, *, release: bool, cause: str = "") -> None:
-        load = self._loads.pop(request_id)
-        del self._request_of[load.load]
-        self._renewals.remove(load.load)
-        if release:
-            self._release(load.params, load.load)
-        self.counters.add("loads", outcome=outcome, cause=cause)
-        if outcome in ("loaded", "local_hit"):
+    def _settle(self, request_id: str) -> None:
+        """After an event: release the lease if it is not needed any more, and count the load if it has ended."""
+        claim = self._claims[request_id]
+        load, params = claim.load, claim.params
+        if load.take_release():
+            self._renewals.release(claim.load_id, params.address, params.capability, self._clock())
+        if load.end is None:
+            return
+        del self._claims[request_id], self._request_of[claim.load_id]
+        self._renewals.forget(claim.load_id)
+        outcome = load.end.outcome
+        self.counters.add("open_loads", -1)
+        self.counters.add("loads", outcome=outcome.value, cause=load.end.cause)
+        if outcome in (Outcome.LOADED, Outcome.LOCAL_HIT):
             self.counters.add("tokens_local", min(load.start, load.num_tokens))
-        if outcome == "loaded":
+        if outcome is Outcome.LOADED:
             self.counters.add("tokens_loaded", load.num_tokens - load.start)
-
-    def _release(self, params: TransferParams, load: str) -> None:
-        """Tell the prefill node that this load will not read. Best effort: the lease ends by itself otherwise."""
-        message = wire.Release(capability=params.capability, load=load)
-        self._client.request(params.address, message, RELEASE_TIMEOUT_S)

@@ -11,6 +11,10 @@ class LeaseExpired(RuntimeError):
     """The lease has ended: done, released, or its time was over. Its blocks may hold another request by now."""
 
 
+class LeaseBusy(RuntimeError):
+    """More loads share the lease than this node keeps track of; one of them may end soon."""
+
+
 class PromptMismatch(RuntimeError):
     """The reader's prompt is not the one whose KV the capability stands for."""
 
@@ -21,3 +25,7 @@ class PromptMismatch(RuntimeError):
 
 class BadParams(ValueError):
     """`kv_transfer_params` of a request do not have the form a kvweave prefill node hands out."""
+
+
+class ForgedParams(ValueError):
+    """`kv_transfer_params` that no node with the shared secret made, or that were changed on their way."""

@@ -1,8 +1,25 @@
 """Leases of a prefill node: which finished request may still be read, by whom, and until when.
 
-Pure bookkeeping with an explicit clock: no thread, no socket, no vLLM. A lease pins one request's blocks. It is granted
-when the prefill finishes and ends exactly once, for one of the causes in `LeaseEnd`. From that moment every question
-about it is answered "expired", so a late reader can never take reused blocks for valid ones.
+Pure bookkeeping with an explicit clock: no thread, no socket, no vLLM; `producer` drives it. A lease pins one request's
+blocks until its one end. From then on every question about it is answered "expired", so that a late reader can never
+take reused blocks for valid ones. Who may fire what:
+
+    lease    event       fired by                                                        next
+    GRANTED  open        a decode node with the same prompt                              OPENED
+             release     a decode node that has no use for it                            ENDED, released
+             expire      the clock: `lease_s` after the grant                            ENDED, expired
+             close       this node stops                                                 ENDED, closed
+    OPENED   open        a decode node, for one more load or repeating itself            OPENED, `lease_s` more
+             renew       a decode node, for a load that is reading                       OPENED, `lease_s` more
+             done        one reader of a load, when its bytes have arrived               OPENED; ENDED, done, after the last
+             release     a decode node, for one load                                     OPENED; ENDED, released, after the last
+             expire      the clock: `lease_s` after the last open or renew               ENDED, expired
+             close       this node stops                                                 ENDED, closed
+
+    load     READING -- done by all its readers --> DONE;  READING -- release --> RELEASED
+
+A load that is over is answered as if its lease were. A Done is confirmed again, even after the end: the first answer may
+have been lost on its way, and what was true then is true of the bytes that the reader has.
 """
 
 from __future__ import annotations
@@ -16,9 +33,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from connector.errors import LeaseExpired, LeaseUnknown, PromptMismatch
+from connector.errors import LeaseBusy, LeaseExpired, LeaseUnknown, PromptMismatch
 
 MAX_ENDED = 4096
+MAX_LOADS = 1024
 
 
 class LeaseEnd(enum.Enum):
@@ -32,15 +50,18 @@ class LeaseEnd(enum.Enum):
 
 @dataclass(slots=True)
 class _Load:
-    """One decode node's load under a lease. Finished when all its readers are done or when it is released."""
+    """One decode node's load under a lease."""
 
     readers_done: set[int] = field(default_factory=set)
     num_readers: int = 0
-    released: bool = False
+    is_released: bool = False
 
     @property
-    def finished(self) -> bool:
-        return self.released or 0 < self.num_readers == len(self.readers_done)
+    def end(self) -> LeaseEnd | None:
+        """DONE or RELEASED, None while it reads."""
+        if self.is_released:
+            return LeaseEnd.RELEASED
+        return LeaseEnd.DONE if 0 < self.num_readers <= len(self.readers_done) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +77,8 @@ class Offer:
 
 @dataclass(slots=True)
 class _Lease:
+    """GRANTED while nobody has opened a load, then OPENED."""
+
     offer: Offer
     deadline: float
     loads: dict[str, _Load] = field(default_factory=dict)
@@ -72,8 +95,9 @@ class _Ended:
 class LeaseTable:
     """All leases of one node. Not thread-safe: the owner holds a lock around every call.
 
-    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never
-    granted (or has forgotten), `LeaseExpired` for one that has ended, `PromptMismatch` when the prompt differs.
+    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never granted (or
+    forgotten) and a load never opened, `LeaseExpired` for one that has ended, `PromptMismatch` when the prompt differs,
+    `LeaseBusy` when too many loads share the lease.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -89,44 +113,47 @@ class LeaseTable:
         return capability
 
     def open(self, capability: str, load: str, num_tokens: int, prompt_digest: bytes, now: float) -> Offer:
-        """Admit a load of the first `num_tokens` positions by a reader whose prompt digest must match."""
+        """Admit a load of the first `num_tokens` positions by a reader whose prompt digest must match. Repeating it
+        changes nothing but the deadline."""
         lease = self._get(capability, now)
         offer = lease.offer
         if num_tokens > offer.num_tokens:
             raise PromptMismatch("num_tokens", ours=str(offer.num_tokens), theirs=str(num_tokens))
         if prompt_digest != offer.digest(num_tokens):
             raise PromptMismatch("prompt_digest", ours="another prompt", theirs=prompt_digest.hex())
-        lease.loads.setdefault(load, _Load())
+        if load not in lease.loads:
+            if len(lease.loads) >= MAX_LOADS:
+                raise LeaseBusy(f"{MAX_LOADS} loads share this lease")
+            lease.loads[load] = _Load()
+        self._reading(lease, load)
         lease.deadline = now + self.lease_s
         return offer
 
     def renew(self, capability: str, load: str, now: float) -> None:
-        """Extend the lease for a load that was opened."""
+        """Extend the lease for a load that reads."""
         lease = self._get(capability, now)
-        self._load(lease, load)
+        self._reading(lease, load)
         lease.deadline = now + self.lease_s
 
     def done(self, capability: str, load: str, reader: int, num_readers: int, now: float) -> None:
-        """Confirm that a reader's bytes arrived while the lease held.
-
-        Repeating a confirmed reader is accepted after the end too: the answer may have been lost on its way.
-        """
-        ended = self._ended.get(capability)
-        if ended and load in ended.loads and reader in ended.loads[load].readers_done:
+        """Confirm that a reader's bytes arrived while the lease held."""
+        if self._was_confirmed(capability, load, reader):
             return
         lease = self._get(capability, now)
-        state = self._load(lease, load)
+        state = self._reading(lease, load)
         state.num_readers = num_readers
         state.readers_done.add(reader)
-        self._end_if_finished(capability, LeaseEnd.DONE)
+        self._end_if_over(capability, LeaseEnd.DONE)
 
     def release(self, capability: str, load: str, now: float) -> None:
-        """The load will not read (any more). Releasing twice, or after the end, changes nothing."""
+        """The load will not read (any more). Releasing twice, or after the end, changes nothing; an Open of it that was
+        overtaken is refused."""
         if capability in self._ended:
             return
         lease = self._get(capability, now)
-        lease.loads.setdefault(load, _Load()).released = True
-        self._end_if_finished(capability, LeaseEnd.RELEASED)
+        if load in lease.loads or len(lease.loads) < MAX_LOADS:
+            lease.loads.setdefault(load, _Load()).is_released = True
+        self._end_if_over(capability, LeaseEnd.RELEASED)
 
     def expire(self, now: float) -> None:
         """End every lease whose time is over."""
@@ -148,10 +175,11 @@ class LeaseTable:
         return len(self._live)
 
     def check_integrity(self) -> None:
-        """Every lease is live or ended, never both; no live lease has only finished loads."""
+        """Every lease is live or ended, never both; no live lease has only loads that are over."""
         assert not self._live.keys() & self._ended.keys()
+        assert len(self._ended) <= MAX_ENDED
         for lease in self._live.values():
-            assert not lease.loads or not all(load.finished for load in lease.loads.values())
+            assert not lease.loads or any(load.end is None for load in lease.loads.values())
 
     def _get(self, capability: str, now: float) -> _Lease:
         lease = self._live.get(capability)
@@ -163,13 +191,20 @@ class LeaseTable:
             raise LeaseUnknown() if ended is None else LeaseExpired(ended.end.value)
         return lease
 
-    def _load(self, lease: _Lease, load: str) -> _Load:
+    def _reading(self, lease: _Lease, load: str) -> _Load:
         if load not in lease.loads:
             raise LeaseUnknown()
-        return lease.loads[load]
+        state = lease.loads[load]
+        if state.end is not None:
+            raise LeaseExpired(state.end.value)
+        return state
 
-    def _end_if_finished(self, capability: str, end: LeaseEnd) -> None:
-        if all(load.finished for load in self._live[capability].loads.values()):
+    def _was_confirmed(self, capability: str, load: str, reader: int) -> bool:
+        known = self._live.get(capability) or self._ended.get(capability)
+        return known is not None and load in known.loads and reader in known.loads[load].readers_done
+
+    def _end_if_over(self, capability: str, end: LeaseEnd) -> None:
+        if all(load.end is not None for load in self._live[capability].loads.values()):
             self._finish(capability, end)
 
     def _finish(self, capability: str, end: LeaseEnd) -> None:

@@ -1,13 +1,14 @@
-"""Counters as vLLM's connector stats and Prometheus metrics."""
+"""The flat sums of `stats` as vLLM's connector stats and as Prometheus metrics."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connector.stats import DOCUMENTATION, METRICS, decode_key
+from connector.stats import BUCKET_LABEL, COUNT_SUFFIX, METRICS, SECONDS, TOTAL_SUFFIX, Kind, Metric, parse_key
 
 
 class WeaveStats(KVConnectorStats):
@@ -22,33 +23,69 @@ class WeaveStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One entry per counter for vLLM's periodic log line; labelled counters show their label values."""
-        return {
-            "/".join((name, *(value for value in labels.values() if value))): round(total, 6)
-            for key, total in sorted(self.data.items())
-            for name, labels in [decode_key(key)]
-        }
+        """For vLLM's periodic log line: one entry per counter with its label values, and each histogram's mean. Gauges
+        are left out, as their changes say little."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        counts: defaultdict[str, float] = defaultdict(float)
+        for key, value in sorted(self.data.items()):
+            part = parse_key(key)
+            words = [word for label, word in part.labels.items() if word and label != BUCKET_LABEL]
+            if part.metric.kind is Kind.COUNTER:
+                totals["/".join((part.name, *words))] += value
+            elif part.metric.kind is Kind.HISTOGRAM:
+                (counts if part.side == COUNT_SUFFIX else totals)["/".join((part.name, *words, "mean"))] += value
+        return {name: round(total / counts.get(name, 1), 6) for name, total in totals.items()}
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 class WeavePromMetrics(KVConnectorPromMetrics):
-    """vllm:kvweave_* counters, labelled like vLLM's own plus the labels of `METRICS`."""
+    """vllm:kvweave_* metrics, labelled like vLLM's own plus the labels of `METRICS`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters = {
-            name: self._counter_cls(
-                name=f"vllm:kvweave_{name}",
-                documentation=DOCUMENTATION[name],
-                labelnames=[*self._labelnames, *labels],
-            )
-            for name, labels in METRICS.items()
+        self._families = {name: self._family(name, metric) for name, metric in METRICS.items()}
+        self._levels: defaultdict[tuple[int, str], float] = defaultdict(float)
+
+    def _family(self, name: str, metric: Metric) -> Any:
+        kinds: dict[Kind, tuple[Any, dict[str, Any]]] = {
+            Kind.COUNTER: (self._counter_cls, {}),
+            # Each front end gets a part of an engine's reports, so the levels of several add up.
+            Kind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "sum"}),
+            Kind.HISTOGRAM: (self._histogram_cls, {"buckets": list(SECONDS)}),
         }
+        family, options = kinds[metric.kind]
+        return family(
+            name=f"vllm:kvweave_{name}",
+            documentation=metric.documentation,
+            labelnames=[*self._labelnames, *metric.labels],
+            **options,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, total in transfer_stats_data.items():
-            name, labels = decode_key(key)
-            counter: Counter = self._counters[name]
-            counter.labels(*self.per_engine_labelvalues[engine_idx], *labels.values()).inc(total)
+        for key, value in transfer_stats_data.items():
+            part = parse_key(key)
+            bucket = part.labels.pop(BUCKET_LABEL, "")
+            labels = (*self.per_engine_labelvalues[engine_idx], *part.labels.values())
+            child = self._families[part.name].labels(*labels)
+            if part.metric.kind is Kind.COUNTER:
+                child.inc(value)
+            elif part.metric.kind is Kind.GAUGE:
+                self._levels[engine_idx, key] += value
+                child.set(self._levels[engine_idx, key])
+            elif part.side == COUNT_SUFFIX:
+                total = transfer_stats_data.get(_total_key(key), 0.0)
+                for _ in range(round(value)):
+                    child.observe(_within(bucket, total / value))
+
+
+def _total_key(count_key: str) -> str:
+    return count_key.replace(COUNT_SUFFIX, TOTAL_SUFFIX, 1)
+
+
+def _within(bucket: str, mean: float) -> float:
+    """The mean of a bucket's values stands for each of them; rounding must not carry it over the bucket's bounds."""
+    upper = float(bucket)
+    lower = max((bound for bound in SECONDS if bound < upper), default=-math.inf)
+    return min(max(mean, math.nextafter(lower, math.inf)), upper)

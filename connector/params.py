@@ -1,19 +1,20 @@
 """The `kv_transfer_params` that travel through clients and proxies: a capability and where to present it.
 
-No block id and no memory address is in them. A client that edits them cannot reach the KV of another prompt; it can
-name a host of its own, which `allowed_peers` prevents.
+No block id and no memory address is in them. A client that edits them cannot reach the KV of another prompt; it could
+name a host of its own, which `allowed_peers` limits and a signature prevents.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from ipaddress import ip_address
 from typing import Any
 
-from connector.errors import BadParams
+from connector.errors import BadParams, ForgedParams
 from connector.jobs import SourceId
+from connector.signing import VARIABLE, SharedSecret
 
 _HEX_ID = re.compile(r"[0-9a-f]{32}")
 MAX_TOKENS = 2**31
@@ -44,9 +45,10 @@ class TransferParams:
     def source(self) -> SourceId:
         return SourceId(self.address, self.incarnation)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The form in an HTTP response. `do_remote_prefill` is vLLM's own mark: it makes vLLM's front end call the
-        connector when it rejects the request, so that the lease is released."""
+    def to_dict(self, secret: SharedSecret | None = None) -> dict[str, Any]:
+        """The form in an HTTP response, signed where there is a secret. `do_remote_prefill` is vLLM's own mark: it
+        makes vLLM's front end call the connector when it rejects the request, so that the lease is released."""
+        signed = {} if secret is None else {"signature": secret.sign(astuple(self))}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -55,16 +57,24 @@ class TransferParams:
             "port": self.port,
             "incarnation": self.incarnation,
             "num_tokens": self.num_tokens,
+            **signed,
         }
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any]) -> TransferParams:
-        """Read params that may come from anybody. Raises `BadParams` naming the first wrong field."""
+    def parse(cls, params: Mapping[str, Any], secret: SharedSecret | None = None) -> TransferParams:
+        """Read params that may come from anybody. Raises `BadParams` naming the first wrong field, and `ForgedParams`
+        where there is a secret and they are not signed with it."""
         fields = {"capability": str, "host": str, "port": int, "incarnation": str, "num_tokens": int}
         for name, kind in fields.items():
             value = params.get(name)
             _check(name, value, isinstance(value, kind) and not isinstance(value, bool), f"a {kind.__name__}")
-        return cls(**{name: params[name] for name in fields})
+        parsed = cls(**{name: params[name] for name in fields})
+        if secret is not None and not secret.has_signed(astuple(parsed), params.get("signature")):
+            raise ForgedParams(
+                f"kv_transfer_params are {'signed with another secret' if 'signature' in params else 'not signed'}. "
+                f"Set {VARIABLE} to the same secret on the prefill node, and pass its params on unchanged."
+            )
+        return parsed
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:

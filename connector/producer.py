@@ -10,15 +10,20 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from connector.errors import LeaseExpired, LeaseUnknown, PromptMismatch
+import msgspec
+
+from connector.errors import LeaseBusy, LeaseExpired, LeaseUnknown, PromptMismatch
 from connector.lease import LeaseTable, Offer
 from connector.pace import Pace
 from connector.params import TransferParams
+from connector.reception import describe
 from connector.stats import Counters
 from transport.control import messages as wire
+from transport.control.keys import NodeKeys
 from transport.control.server import ControlServer
+from transport.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +39,7 @@ class Producer:
         counters: Counters,
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
+        keys: NodeKeys | None = None,
     ) -> None:
         self.incarnation = secrets.token_hex(16)
         self.counters = counters
@@ -41,12 +47,14 @@ class Producer:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases = LeaseTable(lease_s)
-        self._server = ControlServer(host, port, self.answer)
+        self._server = ControlServer(host, port, self.answer, keys)
         self._manifest: wire.Manifest | None = None
+        self._description: wire.Description | None = None
 
-    def start(self, manifest: wire.Manifest) -> None:
+    def start(self, manifest: wire.Manifest, transports: Sequence[str] = ()) -> None:
         """Serve, now that every rank's memory is known. Raises ConfigError when the port cannot be bound."""
         self._manifest = manifest
+        self._description = describe(manifest.incarnation, manifest.cache, manifest.placement, transports)
         self._server.start()
         host, port = self._server.address
         log.info("control port open host=%s port=%d incarnation=%s", host, port, self.incarnation)
@@ -62,6 +70,7 @@ class Producer:
             capability = self._leases.grant(offer, self._clock())
         host, port = self._server.address
         self.counters.add("leases_granted")
+        self.counters.add("open_leases")
         return TransferParams(capability, host, port, self.incarnation, offer.num_tokens)
 
     def take_ended(self) -> list[str]:
@@ -71,6 +80,7 @@ class Producer:
             ended = self._leases.drain_ended()
         for request_id, end in ended:
             self.counters.add("leases_ended", cause=end.value)
+            self.counters.add("open_leases", -1)
             log.debug("lease ended request=%s cause=%s", request_id, end.value)
         return [request_id for request_id, _ in ended]
 
@@ -88,6 +98,8 @@ class Producer:
             return wire.Refused(cause="unknown")
         except LeaseExpired as error:
             return wire.Refused(cause="expired", detail=str(error))
+        except LeaseBusy as error:
+            return wire.Refused(cause="busy", detail=str(error))
         except PromptMismatch as error:
             return wire.Refused(cause="incompatible", field=error.field, ours=error.ours, theirs=error.theirs)
 
@@ -96,6 +108,8 @@ class Producer:
         match request:
             case wire.Open():
                 return self._open(request, now)
+            case wire.Describe():
+                return self._describe()
             case wire.Renew(capability, load):
                 self._leases.renew(capability, load, now)
             case wire.Done(capability, load, reader, num_readers):
@@ -104,7 +118,13 @@ class Producer:
             case wire.Release(capability, load):
                 self._leases.release(capability, load, now)
                 self._pace.wake()
+            case _:
+                raise ProtocolError(f"a prefill node does not answer {type(request).__name__}")
         return wire.Ok(lease_s=self._leases.lease_s)
+
+    def _describe(self) -> wire.Reply:
+        assert self._description is not None, "the server starts with it"
+        return msgspec.structs.replace(self._description, num_open_leases=self._leases.num_open)
 
     def _open(self, request: wire.Open, now: float) -> wire.Reply:
         manifest = self._manifest

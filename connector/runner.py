@@ -1,7 +1,7 @@
 """The I/O thread of one decode rank: carries out load jobs, from the transfer plan to the confirmed read.
 
-It owns the transport. The model thread hands over commands and collects results; it never waits. A load ends exactly
-once: confirmed by the prefill node, or failed with a cause. It ends only when no remote operation can touch its
+It owns the rank's data plane. The model thread hands over commands and collects results; it never waits. A load ends
+exactly once: confirmed by the prefill node, or failed with a cause. It ends only when no remote operation can touch its
 blocks any more, because its blocks are free for others from then on.
 """
 
@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from connector.jobs import LoadJob, SourceId
 from connector.stats import Counters
 from layouts import ConfigError, Placement, TransferPlan, plan_transfer, plan_volume
-from transport.base import Peer, Transfer, TransferState, Transport
+from transport.base import TransferState
 from transport.control import messages as wire
 from transport.control.client import ControlClient
+from transport.data_plane import DataPlane, Link, Read
 from transport.errors import PeerSilent, ProtocolError, TransferFailed
 from transport.regions import Region
 from transport.segments import Segments, lower_route
@@ -52,13 +53,18 @@ class _Stop:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    """Something happened that a look at the loads can act on."""
+
+
 @dataclass(slots=True)
 class _Source:
     """One prefill engine incarnation: what it told of itself, and the ranks attached so far."""
 
     ranks: dict[int, wire.RankInfo]
     placement: Placement
-    peers: dict[int, Peer] = field(default_factory=dict)
+    links: dict[int, Link] = field(default_factory=dict)
 
     @classmethod
     def of(cls, manifest: wire.Manifest) -> _Source:
@@ -79,13 +85,21 @@ class _Active:
 
     job: LoadJob
     plan: TransferPlan
-    transfers: list[Transfer]
-    num_segments: int
     deadline: float
+    began: float
+    reads: list[Read] = field(default_factory=list)
+    confirming_since: float = 0.0
     confirmation: Future[wire.Reply] | None = None
     attempts: int = 0
     failure: tuple[str, str] | None = None
     """(cause, detail) once it cannot succeed any more; it ends when its reads have."""
+
+    @property
+    def moves_in_poll(self) -> bool:
+        """Whether looking again at once would move bytes."""
+        return any(
+            read.transfer.moves_in_poll and read.transfer.state is TransferState.PENDING for read in self.reads
+        )
 
     def stop(self, cause: str, detail: str) -> None:
         """Give up, but let the reads under way end by themselves for a while: forcing them is dear."""
@@ -102,15 +116,15 @@ class LoadRunner:
         rank: int,
         placement: Placement,
         regions: Mapping[int, Region],
-        transport: Transport,
+        plane: DataPlane,
         client: ControlClient,
         read_timeout_s: float,
         counters: Counters,
     ) -> None:
         self._rank, self._placement, self._regions = rank, placement, regions
-        self._transport, self._client = transport, client
+        self._plane, self._client = plane, client
         self._read_timeout_s, self._counters = read_timeout_s, counters
-        self._commands: queue.SimpleQueue[LoadJob | _Meet | _Stop | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[LoadJob | _Meet | _Stop | _Wake | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._sources: dict[SourceId, _Source] = {}
         self._active: dict[str, _Active] = {}
@@ -119,6 +133,7 @@ class LoadRunner:
     def start(self) -> None:
         if self._thread is None:
             self._client.start()
+            self._plane.start_reading(self._client, self.wake)
             self._thread = threading.Thread(target=self._run, name=f"kvweave-io-{self._rank}", daemon=True)
             self._thread.start()
 
@@ -145,6 +160,10 @@ class LoadRunner:
         """Its lease is gone or its prefill node silent: end it early, unless its own confirmation is on the way."""
         self._commands.put(_Stop(request_id, "lost", "the lease is gone, or the prefill node silent"))
 
+    def wake(self) -> None:
+        """Look at the loads now rather than at the next poll."""
+        self._commands.put(_Wake())
+
     def take_finished(self) -> list[LoadResult]:
         """Loads that ended since the last call, each exactly once."""
         results = []
@@ -166,7 +185,7 @@ class LoadRunner:
     def _turn(self) -> bool:
         """Obey one command if there is one and look at every load; False when it is time to stop."""
         try:
-            command = self._commands.get(timeout=self._pause_s if self._active else None)
+            command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
             self._pause_s = min(2 * self._pause_s, MAX_POLL_S)
         else:
@@ -178,7 +197,13 @@ class LoadRunner:
             self._guarded(active.job, self._advance, active)
         return True
 
-    def _obey(self, command: LoadJob | _Meet | _Stop) -> None:
+    def _wait_s(self) -> float | None:
+        """How long to wait for a command: not at all while polling moves bytes, for ever without loads."""
+        if not self._active:
+            return None
+        return 0.0 if any(active.moves_in_poll for active in self._active.values()) else self._pause_s
+
+    def _obey(self, command: LoadJob | _Meet | _Stop | _Wake) -> None:
         match command:
             case LoadJob():
                 self._guarded(command, self._begin, command)
@@ -191,8 +216,8 @@ class LoadRunner:
 
     def _forget_former_lives(self, source: SourceId) -> None:
         for former in [known for known in self._sources if known.address == source.address]:
-            for peer in self._sources.pop(former).peers.values():
-                self._transport.detach(peer)
+            for link in self._sources.pop(former).links.values():
+                self._plane.detach(link)
 
     def _guarded(self, job: LoadJob, step: Callable[..., None], *args: object) -> None:
         """Whatever goes wrong with a load ends this load and no other."""
@@ -214,13 +239,12 @@ class LoadRunner:
             raise TransferFailed("the prefill node was restarted")
         source = self._sources[job.source]
         plan = plan_transfer(source.placement, self._placement, job.start, job.stop, salt=job.salt)
-        active = _Active(job, plan, [], 0, time.monotonic() + self._read_timeout_s)
-        self._active[job.request_id] = active
+        now = time.monotonic()
+        active = self._active[job.request_id] = _Active(job, plan, now + self._read_timeout_s, now)
         for source_rank, segments in self._segments_by_source(job, source, plan).items():
-            if source_rank not in source.peers:
-                source.peers[source_rank] = self._transport.attach(source.rank_info(source_rank).endpoint)
-            active.transfers.append(self._transport.read(source.peers[source_rank], segments))
-            active.num_segments += len(segments)
+            if source_rank not in source.links:
+                source.links[source_rank] = self._plane.attach(source.rank_info(source_rank).endpoint)
+            active.reads.append(self._plane.read(source.links[source_rank], segments))
         self._advance(active)
 
     def _segments_by_source(self, job: LoadJob, source: _Source, plan: TransferPlan) -> dict[int, Segments]:
@@ -235,18 +259,20 @@ class LoadRunner:
         """This rank's share of the counters; the payload comes from the plan, the bytes moved from the transfers."""
         volume = plan_volume(active.plan).ranks[self._rank]
         token_bytes = next(iter(self._regions.values())).token_bytes
-        self._counters.add("bytes_moved", sum(transfer.num_bytes for transfer in active.transfers))
+        for read in active.reads:
+            self._counters.add("reads", path=read.path, transport=read.transport)
+            self._counters.add("bytes_moved", read.transfer.num_bytes, path=read.path, transport=read.transport)
+            self._counters.add("segments", read.num_segments)
         self._counters.add("bytes_payload", volume.num_entries * token_bytes)
-        self._counters.add("segments", active.num_segments)
         self._counters.add("blocks_listed", volume.num_listed_blocks)
         self._counters.add("blocks_real", volume.num_real_blocks)
         self._counters.add("blocks_empty", volume.num_empty_blocks)
 
     def _advance(self, active: _Active) -> None:
         """One look at a load; ends it when there is nothing left to wait for."""
-        states = {transfer.poll() for transfer in active.transfers}
+        states = {read.transfer.poll() for read in active.reads}
         if TransferState.FAILED in states:
-            active.stop("transfer", next(transfer.cause for transfer in active.transfers if transfer.cause))
+            active.stop("transfer", next(read.transfer.cause for read in active.reads if read.transfer.cause))
         if TransferState.PENDING in states and time.monotonic() < active.deadline:
             return
         if active.failure is not None:
@@ -261,14 +287,18 @@ class LoadRunner:
     def _confirm(self, active: _Active) -> None:
         """The bytes are here. They count only if the lease still held, which the prefill node has to say."""
         job = active.job
-        if not active.transfers:
+        if not active.reads:
             self._succeed(active)
             return
+        if not active.attempts:
+            active.confirming_since = time.monotonic()
+            self._counters.observe("read_seconds", active.confirming_since - active.began)
         message = wire.Done(
             capability=job.capability, load=job.load, reader=self._rank, num_readers=len(active.plan.readers)
         )
         active.attempts += 1
         active.confirmation = self._client.request(job.source.address, message, DONE_TIMEOUT_S)
+        active.confirmation.add_done_callback(lambda _: self.wake())
 
     def _look_at_confirmation(self, active: _Active) -> None:
         assert active.confirmation is not None
@@ -283,13 +313,14 @@ class LoadRunner:
                 self._fail(active.job, "silent", str(error))
             return
         if isinstance(reply, wire.Ok):
+            self._counters.observe("validate_seconds", time.monotonic() - active.confirming_since)
             self._succeed(active)
         else:
             self._fail(active.job, getattr(reply, "cause", "malformed"), "the lease ended before the reads did")
 
     def _succeed(self, active: _Active) -> None:
-        self._count(active)
         self._end(active.job, succeeded=True)
+        self._count(active)
 
     def _fail(self, job: LoadJob, cause: str, detail: str) -> None:
         self._counters.add("read_failures", cause=cause)
@@ -303,7 +334,7 @@ class LoadRunner:
         active = self._active.pop(job.request_id, None)
         try:
             with ExitStack() as closing:
-                for transfer in active.transfers if active else ():
-                    closing.callback(transfer.close)
+                for read in active.reads if active else ():
+                    closing.callback(read.transfer.close)
         finally:
             self._finished.put(LoadResult(job.request_id, succeeded))

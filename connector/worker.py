@@ -8,37 +8,42 @@ from connector.jobs import StepWork
 from connector.runner import LoadRunner
 from connector.stats import Counters
 from layouts import Placement
-from transport.base import Transport
 from transport.control.client import ControlClient
 from transport.control.messages import RankInfo, RegionInfo
+from transport.data_plane import DataPlane
 from transport.regions import Memory, Region
 
 
 class Worker:
-    """One rank's memory and transport. A rank of a prefill node only serves; one of a decode node also reads."""
+    """One rank's memory and data plane. A rank of a prefill node only serves; one of a decode node also reads."""
 
-    def __init__(self, rank: int, placement: Placement, transport: Transport, counters: Counters) -> None:
+    def __init__(
+        self, rank: int, placement: Placement, plane: DataPlane, client: ControlClient, counters: Counters
+    ) -> None:
         self.rank, self.placement, self.counters = rank, placement, counters
-        self._transport = transport
+        self._plane, self._client = plane, client
+        self._regions: dict[int, Region] = {}
         self._runner: LoadRunner | None = None
         self._sent: set[str] = set()
 
-    def register(self, regions: Mapping[int, Region], memory: Iterable[Memory]) -> RankInfo:
-        """Make the cache readable by peers; returns what they need to read it."""
-        self._transport.start()
-        self._transport.register(list(memory))
-        infos = [RegionInfo.from_region(region) for region in regions.values()]
-        return RankInfo(rank=self.rank, endpoint=self._transport.endpoint(), regions=infos)
+    def register(self, regions: Mapping[int, Region], memory: Iterable[Memory]) -> None:
+        """Take over the cache: its regions by global layer, and the memory they lie in."""
+        self._regions = dict(regions)
+        self._plane.start(list(memory))
 
-    def start_reading(self, regions: Mapping[int, Region], read_timeout_s: float) -> None:
-        """Hand the transport to an I/O thread that runs this rank's loads."""
-        self._transport.prepare_reads()
+    def serve(self) -> RankInfo:
+        """Make the cache readable by peers; returns what they need to read it."""
+        infos = [RegionInfo.from_region(region) for region in self._regions.values()]
+        return RankInfo(rank=self.rank, endpoint=self._plane.serve(), regions=infos)
+
+    def start_reading(self, read_timeout_s: float) -> None:
+        """Hand the data plane to an I/O thread that runs this rank's loads."""
         self._runner = LoadRunner(
             rank=self.rank,
             placement=self.placement,
-            regions=regions,
-            transport=self._transport,
-            client=ControlClient(),
+            regions=self._regions,
+            plane=self._plane,
+            client=self._client,
             read_timeout_s=read_timeout_s,
             counters=self.counters,
         )
@@ -75,4 +80,4 @@ class Worker:
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
-        self._transport.close()
+        self._plane.close()

@@ -3,9 +3,8 @@
 Takes the place of CPU_ATTN and keeps its name, because vLLM looks the name up in its registry.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from attention.decode import attend_over_heads
-from attention.local import LocalBatch, attend_local, plan_local, write_tokens
-from attention.merge import Partial
-from attention.prefill import RowSplit, attend_over_rows, split_rows
+from attention.entries import KeyValue, PagedCache
+from attention.local import LocalBatch, plan_local
+from attention.queries import QueryExchange, attend_shared
+from attention.step import RowSplit, split_rows
 from layouts import Interleave
 from layouts.errors import config_error
 
@@ -52,18 +51,20 @@ class PlainPageBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
+        """Any would do. With blocks outermost a block's layers are adjacent, so that a KV connector moves them in one
+        piece."""
+        return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainPageMetadata(AttentionMetadata):
-    """One step, shared by all layers. `split` is set when this step's rows are divided over the PCP ranks; `attend` is
-    `local.attend_local` or its counterpart for a sharded cache."""
+    """One step, shared by all layers. `split` is set when this step's rows are divided over the PCP ranks, `exchange`
+    when the cache is sharded."""
 
     block_table: torch.Tensor
     batch: LocalBatch
     split: RowSplit | None
-    attend: Callable[..., Partial]
+    exchange: QueryExchange | None
 
 
 class PlainPageMetadataBuilder(AttentionMetadataBuilder[PlainPageMetadata]):
@@ -96,17 +97,14 @@ class PlainPageMetadataBuilder(AttentionMetadataBuilder[PlainPageMetadata]):
             block_table=common_attn_metadata.block_table_tensor,
             batch=plan_local(positions, self._interleave, self._shard),
             split=split,
-            attend=self._route(split),
+            exchange=self._exchange(split),
         )
 
-    def _route(self, split: RowSplit | None) -> Callable[..., Partial]:
+    def _exchange(self, split: RowSplit | None) -> QueryExchange | None:
         """How rows reach all keys: the cache is whole, or sharded over the PCP ranks, or inside the TP group."""
         if self._num_shards == 1:
-            return attend_local
-        group = get_dcp_group().device_group
-        if self._splits_rows:
-            return partial(attend_over_rows, split=split, group=group)
-        return partial(attend_over_heads, group=group)
+            return None
+        return QueryExchange(get_dcp_group().device_group, split, 1 if self._splits_rows else self._num_shards)
 
 
 class PlainPageImpl(AttentionImpl[PlainPageMetadata]):
@@ -161,7 +159,8 @@ class PlainPageImpl(AttentionImpl[PlainPageMetadata]):
         if attn_metadata is None:  # a profiling run
             return output.zero_()
         metadata = attn_metadata
-        part = metadata.attend(query, kv_cache, metadata.block_table, metadata.batch, self.scale)
+        cache = PagedCache(kv_cache, KeyValue(self.head_size, self.head_size))
+        part = attend_shared(query, cache, metadata.block_table, metadata.batch, metadata.exchange, self.scale)
         output.copy_(part.out)
         return output
 
@@ -178,6 +177,6 @@ class PlainPageImpl(AttentionImpl[PlainPageMetadata]):
         if metadata is None:
             return
         split = metadata[layer.layer_name].split
-        if split is not None:
-            key, value = split.gather(torch.cat([key, value], dim=-1)).chunk(2, dim=-1)
-        write_tokens(kv_cache, slot_mapping, key, value)
+        entries = torch.cat([key, value], dim=-1)
+        cache = PagedCache(kv_cache, KeyValue(self.head_size, self.head_size))
+        cache.write(slot_mapping, entries if split is None else split.gather(entries))

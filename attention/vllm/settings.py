@@ -17,8 +17,19 @@ def uses_context_parallel(vllm_config: Any) -> bool:
 
 def uses_plain_pages(vllm_config: Any) -> bool:
     """Whether the attention backend of this package replaces CPU_ATTN."""
-    transfer = vllm_config.kv_transfer_config
-    return uses_context_parallel(vllm_config) or (transfer is not None and transfer.has_connector(CONNECTOR))
+    return uses_context_parallel(vllm_config) or pages_wanted(vllm_config.kv_transfer_config) == "plain"
+
+
+def pages_wanted(transfer_config: Any) -> str:
+    """What the connector's key `pages` asks for: "plain", its default, which fits any layout on the other side, or
+    "native", vLLM's own; empty without that connector."""
+    if transfer_config is None or not transfer_config.has_connector(CONNECTOR):
+        return ""
+    extra = transfer_config.kv_connector_extra_config
+    if transfer_config.kv_connector != CONNECTOR:  # one of several, inside a MultiConnector
+        child = next(child for child in extra["connectors"] if child.get("kv_connector") == CONNECTOR)
+        extra = child.get("kv_connector_extra_config", {})
+    return str(extra.get("pages", "plain"))
 
 
 def shards_over_pcp_only(parallel_config: Any) -> bool:
@@ -55,6 +66,8 @@ def check_context_parallel(vllm_config: Any) -> None:
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     parallel_layout(vllm_config)
+    if pages_wanted(vllm_config.kv_transfer_config) == "native":
+        raise _unsupported('"pages": "native" in kv_connector_extra_config', '"pages": "plain", which is the default')
     if model.use_mla or model.is_hybrid or model.is_encoder_decoder:
         raise _unsupported(model.architecture, "decoder models with grouped-query attention")
     if vllm_config.cache_config.cache_dtype != "auto":

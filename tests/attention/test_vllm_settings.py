@@ -45,8 +45,20 @@ def config(
         cache_config=SimpleNamespace(block_size=block, cache_dtype=other.get("cache_dtype", "auto")),
         lora_config=other.get("lora_config"),
         speculative_config=other.get("speculative_config"),
-        kv_transfer_config=connectors and SimpleNamespace(has_connector=connectors.__contains__),
+        kv_transfer_config=connectors
+        and SimpleNamespace(
+            has_connector=connectors.__contains__,
+            kv_connector=connectors[0] if len(connectors) == 1 else "MultiConnector",
+            kv_connector_extra_config=extra_config(connectors, other.get("extra", {})),
+        ),
     )
+
+
+def extra_config(connectors: tuple[str, ...], extra: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM keeps for one connector, or for several inside a MultiConnector."""
+    if len(connectors) == 1:
+        return extra
+    return {"connectors": [{"kv_connector": name, "kv_connector_extra_config": extra} for name in connectors]}
 
 
 ACCEPTED = [
@@ -70,6 +82,7 @@ REFUSED = [
     (config(pcp=2, lora_config="any"), ["LoRA"]),
     (config(pcp=2, moe=True), ["TestModel", "dense"]),
     (config(tp=2, dcp=2, cache_dtype="fp8"), ["fp8", "auto"]),
+    (config(tp=2, dcp=2, connectors=("WeaveConnector",), extra={"pages": "native"}), ['"pages": "native"', '"plain"']),
     (config(tp=2, dcp=2, worker_cls="my.Worker"), ["my.Worker", seams.STOCK_WORKER]),
 ]
 
@@ -98,6 +111,12 @@ def test_without_context_parallelism_the_worker_stays(connectors: tuple[str, ...
     update(vllm_config)
     assert vllm_config.parallel_config.worker_cls == seams.STOCK_WORKER
     assert settings.uses_plain_pages(vllm_config) == (connectors == ("WeaveConnector",))
+
+
+@pytest.mark.parametrize("connectors", [("WeaveConnector",), ("OtherConnector", "WeaveConnector")])
+@pytest.mark.parametrize(("extra", "plain"), [({}, True), ({"pages": "plain"}, True), ({"pages": "native"}, False)])
+def test_connector_chooses_its_pages(connectors: tuple[str, ...], extra: dict[str, str], plain: bool) -> None:
+    assert settings.uses_plain_pages(config(heads=4, connectors=connectors, extra=extra)) == plain
 
 
 def test_head_check_of_vllm_is_relaxed_only_for_shards_over_pcp() -> None:

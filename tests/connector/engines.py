@@ -20,12 +20,15 @@ from connector.lease import Offer
 from connector.pace import Pace
 from connector.producer import Producer
 from connector.prompt import digest
+from connector.signing import SharedSecret
 from connector.stats import Counters, decode_key
 from connector.worker import Worker
 from layouts import ParallelLayout
 from transport import Region, create_transport, memory_of, region_of
 from transport.control.client import ControlClient
+from transport.control.keys import NodeKeys
 from transport.control.messages import CacheFormat, Manifest, PlacementInfo
+from transport.data_plane import DataPlane, ReadOptions
 
 CONTENT_BYTES = 24
 CONFIG = WeaveConfig()
@@ -151,11 +154,13 @@ class Node:
                 part.close()
 
 
-def prefill_node(layout: ParallelLayout, transport: str, lease_s: float = 30, num_blocks: int = 64) -> Node:
-    node = _node(layout, transport, num_blocks)
+def prefill_node(
+    layout: ParallelLayout, transport: str, lease_s: float = 30, num_blocks: int = 64, keys: NodeKeys | None = None
+) -> Node:
+    node = _node(layout, transport, num_blocks, keys)
     counters = node.counters
-    node.producer = Producer("127.0.0.1", 0, lease_s, counters, Pace())
-    infos = [worker.register(node.caches.regions(worker.rank), _memory(node.caches, worker)) for worker in node.workers]
+    node.producer = Producer("127.0.0.1", 0, lease_s, counters, Pace(), keys=keys)
+    infos = [worker.serve() for worker in node.workers]
     placement = PlacementInfo.from_placement(layout.placement)
     node.producer.start(Manifest(node.producer.incarnation, cache_format(layout), placement, infos))
     return node
@@ -166,26 +171,33 @@ def decode_node(
     transport: str,
     num_blocks: int = 64,
     config: WeaveConfig = CONFIG,
+    keys: NodeKeys | None = None,
+    secret: SharedSecret | None = None,
     **format_changes: Any,
 ) -> Node:
-    node = _node(layout, transport, num_blocks)
+    node = _node(layout, transport, num_blocks, keys)
     for worker in node.workers:
-        regions = node.caches.regions(worker.rank)
-        worker.register(regions, _memory(node.caches, worker))
-        worker.start_reading(regions, read_timeout_s=20)
+        worker.start_reading(read_timeout_s=20)
     placement = PlacementInfo.from_placement(layout.placement)
     node.consumer = Consumer(
-        ControlClient(), cache_format(layout, **format_changes), placement, config, node.counters, Pace()
+        *(ControlClient(keys), cache_format(layout, **format_changes), placement, config, node.counters, Pace()),
+        secret=secret,
     )
     node.consumer.start()
     return node
 
 
-def offer(node: Node, request_id: str, block_ids: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
+def offer(
+    node: Node,
+    request_id: str,
+    block_ids: Sequence[int],
+    tokens: Sequence[int],
+    secret: SharedSecret | None = None,
+) -> dict[str, Any]:
     """Grant a lease as a finished prefill does; the params as the client gets them."""
     assert node.producer is not None
     blocks = (np.asarray(block_ids, dtype=np.int64),)
-    return node.producer.offer(Offer(request_id, len(tokens), blocks, lambda n: digest(tokens, n))).to_dict()
+    return node.producer.offer(Offer(request_id, len(tokens), blocks, lambda n: digest(tokens, n))).to_dict(secret)
 
 
 def wait_for(condition: Callable[[], bool], *nodes: Node, timeout_s: float = 30) -> None:
@@ -198,12 +210,15 @@ def wait_for(condition: Callable[[], bool], *nodes: Node, timeout_s: float = 30)
         time.sleep(0.001)
 
 
-def _node(layout: ParallelLayout, transport: str, num_blocks: int) -> Node:
-    workers = [
-        Worker(rank, layout.placement, create_transport(transport), Counters()) for rank in range(layout.num_ranks)
-    ]
-    return Node(layout, Caches(layout, num_blocks), workers, Counters())
-
-
-def _memory(caches: Caches, worker: Worker) -> list[Any]:
-    return list(memory_of(list(caches.ranks[worker.rank].values())))
+def _node(layout: ParallelLayout, transport: str, num_blocks: int, keys: NodeKeys | None) -> Node:
+    """`transport` names one, or a transport and a read path: "nixl/pack"."""
+    kind, _, path = transport.partition("/")
+    options = ReadOptions(path=path or "auto", staging_bytes=4 << 20)
+    caches = Caches(layout, num_blocks)
+    workers = []
+    for rank in range(layout.num_ranks):
+        plane = DataPlane([[create_transport(kind)]], options, keys=keys)
+        worker = Worker(rank, layout.placement, plane, ControlClient(keys), Counters())
+        worker.register(caches.regions(rank), memory_of(list(caches.ranks[rank].values())))
+        workers.append(worker)
+    return Node(layout, caches, workers, Counters())
