@@ -1,11 +1,12 @@
 """NIXL used as its own documentation and vLLM's NixlConnector use it, to compare with.
 
-Descriptors of all pieces are prepared once for each peer, and a read picks some by number.
+Descriptors of all pieces are prepared beforehand, and a read picks some by number.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,49 +19,34 @@ CONNECTOR_THREADS = 4
 """What vLLM's NixlConnector has by default; NIXL's own default is 0."""
 
 
-class StockAgent:
-    """A NIXL agent with the defaults of NIXL's Python interface that offers `memory`, and reads from other agents."""
+def timed_read(
+    memory: Sequence[Memory], source: bytes, segments: Segments, *, merge: bool = False, num_threads: int = 0
+) -> float:
+    """Seconds that a new agent with the defaults of NIXL's Python interface takes to read `segments`.
 
-    def __init__(self, name: str, memory: Sequence[Memory], num_threads: int = 0) -> None:
-        api = importlib.import_module("nixl._api")
-        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(num_threads=num_threads))
-        self._agent.register_memory([(stretch.address, stretch.num_bytes, 0, "") for stretch in memory], "DRAM")
-
-    def metadata(self) -> bytes:
-        """What a reading agent needs."""
-        return bytes(self._agent.get_agent_metadata())
-
-    def attach(self, metadata: bytes) -> str:
-        """Connect to a source; returns its name."""
-        name = self._agent.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
-
-    def prepare(self, peer: str, segments: Segments) -> StockRead:
-        """Prepare descriptors for `segments` (source at `peer`, target here)."""
-        target, source = (
-            self._agent.prep_xfer_dlist(
-                name, np.stack([addresses, segments.length, np.zeros_like(addresses)], axis=1), "DRAM"
-            )
-            for name, addresses in (("NIXL_INIT_AGENT", segments.target), (peer, segments.source))
-        )
-        return StockRead(self._agent, target, source, len(segments))
+    `source`: metadata of the agent to read from. Starting, connecting and preparing descriptors do not count. The agent
+    is gone afterwards, because its progress thread spins on a core. `merge`: let NIXL join neighbours in the list.
+    """
+    api = importlib.import_module("nixl._api")
+    agent = api.nixl_agent("stock-reader", api.nixl_agent_config(num_threads=num_threads))
+    agent.register_memory([(stretch.address, stretch.num_bytes, 0, "") for stretch in memory], "DRAM")
+    peer = agent.add_remote_agent(source)
+    ends = [
+        agent.prep_xfer_dlist(name, np.stack([addresses, segments.length, np.zeros_like(addresses)], axis=1), "DRAM")
+        for name, addresses in (("NIXL_INIT_AGENT", segments.target), (peer, segments.source))
+    ]
+    _read(agent, ends, 1, merge)  # connects
+    began = time.perf_counter()
+    _read(agent, ends, len(segments), merge)
+    return time.perf_counter() - began
 
 
-class StockRead:
-    """A prepared read, which can be carried out again and again."""
-
-    def __init__(self, agent: Any, target: Any, source: Any, num_pieces: int) -> None:
-        self._agent, self._target, self._source = agent, target, source
-        self._numbers = np.arange(num_pieces, dtype=np.int32)
-
-    def run(self, *, merge: bool) -> None:
-        """Read everything and wait. `merge`: let NIXL join neighbours in the list, which is its default."""
-        handle = self._agent.make_prepped_xfer(
-            "READ", self._target, self._numbers, self._source, self._numbers, skip_desc_merge=not merge
-        )
-        state = self._agent.transfer(handle)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(handle)
-        self._agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise RuntimeError(f"read of a stock NIXL agent ended as {state}")
+def _read(agent: Any, ends: Sequence[Any], count: int, merge: bool) -> None:
+    numbers = np.arange(count, dtype=np.int32)
+    handle = agent.make_prepped_xfer("READ", ends[0], numbers, ends[1], numbers, skip_desc_merge=not merge)
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    agent.release_xfer_handle(handle)
+    if state != "DONE":
+        raise RuntimeError(f"read of a stock NIXL agent ended as {state}")

@@ -29,7 +29,7 @@ from transport.cost import PATHS
 SOURCE = [sys.executable, "-m", "benchmarks.transfer_source"]
 READER = [sys.executable, "-m", "benchmarks.transfer_reader"]
 NETWORKS = {
-    "host": ("cma", "nixl", "ucx"),
+    "host": ("cma", "nixl"),
     "tcp": ("nixl", "ucx"),
     "veth": ("nixl", "ucx"),
 }

@@ -11,23 +11,28 @@ import json
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from benchmarks.stock_nixl import CONNECTOR_THREADS, StockAgent, StockRead
+from benchmarks.stock_nixl import CONNECTOR_THREADS, timed_read
 from benchmarks.transfer_cases import Case, Ends, cases
 from benchmarks.transfer_source import own_stdout
+from connector.runner import MAX_POLL_S, MIN_POLL_S
 from transport import create_transport
 from transport.base import TransferState
 from transport.control import ControlClient
-from transport.data_plane import DataPlane, Link, Read, ReadOptions
+from transport.data_plane import DataPlane, Link, Offer, Read, ReadOptions
+from transport.endpoint import decode_endpoint
 from transport.regions import memory_of
 from transport.segments import Segments
 
@@ -84,8 +89,7 @@ class Ways:
         by_rank = self.ends.segments(self.sources, self.target.data_ptr())
         self.segments = list(by_rank.values())
         self.num_bytes = sum(segments.num_bytes for segments in self.segments)
-        self._stock = StockAgent("stock-reader", memory_of([self.target]))
-        self._peer = self._stock.attach(base64.b64decode(self.answer["stock"]))
+        self._news = threading.Event()
         self._client = ControlClient()
         self._client.start()
         self._planes: dict[str, tuple[DataPlane, Link]] = {}
@@ -98,19 +102,27 @@ class Ways:
         self._client.close()
         self._source.communicate()
 
-    def all(self) -> dict[str, Callable[[], None]]:
-        """The ways by name. Stock NIXL agents read as many bytes in pieces of 1 MiB ("raw"), the case's own segments,
-        and block by block with the threads of NixlConnector; "memcpy" copies within this process; the rest is ours."""
-        raw, own = self._raw(), self._stock.prepare(self._peer, Segments.concatenate(self.segments))
-        found = {"raw": lambda: raw.run(merge=False), "memcpy": self._memcpy, "stock": lambda: own.run(merge=False)}
+    def all(self) -> dict[str, Callable[[], float]]:
+        """The ways by name, each a function that moves everything and returns the seconds.
+
+        Stock NIXL agents read as many bytes in pieces of 1 MiB ("raw"), the case's own segments ("stock"), and block by
+        block with the threads of NixlConnector ("blocks"); "memcpy" copies within this process; the rest is ours.
+        """
+        memory, source = memory_of([self.target]), self._nixl_metadata()
+        stock = partial(timed_read, memory, source)
+        found: dict[str, Callable[[], float]] = {
+            "raw": partial(stock, self._raw_pieces()),
+            "memcpy": lambda: _timed(self._memcpy),
+            "stock": partial(stock, Segments.concatenate(self.segments)),
+        }
         if self.case.is_equal:
-            blocks = self._blocks()
-            found["blocks"] = lambda: blocks.run(merge=False)
-            found["blocks, merged by NIXL"] = lambda: blocks.run(merge=True)
+            blocks = self.ends.block_descriptors(self.answer["addresses"][0], self.target.data_ptr())
+            found["blocks"] = partial(stock, blocks, num_threads=CONNECTOR_THREADS)
+            found["blocks, merged by NIXL"] = partial(stock, blocks, num_threads=CONNECTOR_THREADS, merge=True)
         for name in self.order.transports:
-            found[name] = self._ours(name, "auto")
+            found[name] = partial(_timed, self._ours(name, "auto"))
             for path in self.order.paths if name != "ucx" else ():
-                found[f"{name}, {path}"] = self._ours(name, path)
+                found[f"{name}, {path}"] = partial(_timed, self._ours(name, path))
         return found
 
     def check(self, way: str) -> None:
@@ -133,7 +145,7 @@ class Ways:
             options = ReadOptions(path=path, staging_bytes=self.order.staging_bytes)  # type: ignore[arg-type]
             plane = DataPlane([[create_transport(name)]], options)
             plane.start(memory_of([self.target]))
-            plane.start_reading(self._client, lambda: None)
+            plane.start_reading(self._client, self._news.set)
             self._planes[key] = plane, plane.attach(base64.b64decode(self.answer["offers"][name]))
         return self._planes[key]
 
@@ -143,11 +155,11 @@ class Ways:
         def move() -> None:
             reads = [plane.read(link, segments) for segments in self.segments]
             self.paths[name if path == "auto" else f"{name}, {path}"] = "+".join(sorted({read.path for read in reads}))
-            _wait(reads)
+            _wait(reads, self._news)
 
         return move
 
-    def _raw(self) -> StockRead:
+    def _raw_pieces(self) -> Segments:
         """As many bytes as the case has, from the first source, in pieces of 1 MiB in an order of their own."""
         size = min(self.num_bytes, self.ends.source_bytes(self.ends.source_ranks[0]), self.ends.target_bytes)
         starts = np.arange(0, size // RAW_PIECE, dtype=np.int64) * RAW_PIECE
@@ -155,18 +167,17 @@ class Ways:
         sources = starts[order] + self.answer["addresses"][0]
         pieces = Segments.of(sources, np.resize(starts, len(order)) + self.target.data_ptr(), RAW_PIECE)
         self.raw_bytes = pieces.num_bytes
-        return self._stock.prepare(self._peer, pieces)
+        return pieces
+
+    def _nixl_metadata(self) -> bytes:
+        offer = msgspec.msgpack.decode(base64.b64decode(self.answer["offers"]["nixl"]), type=Offer)
+        return decode_endpoint(offer.endpoints["nixl"], "nixl").metadata
 
     def _memcpy(self) -> None:
         """The same number of bytes from one half of a buffer to the other."""
         half = len(self.target) // 2
         for _ in range(2):
             self.target[:half].copy_(self.target[half : 2 * half])
-
-    def _blocks(self) -> StockRead:
-        agent = StockAgent("blocks-reader", memory_of([self.target]), CONNECTOR_THREADS)
-        peer = agent.attach(base64.b64decode(self.answer["stock"]))
-        return agent.prepare(peer, self.ends.block_descriptors(self.answer["addresses"][0], self.target.data_ptr()))
 
     def peak_bytes(self) -> tuple[int, int]:
         """Peak resident memory of (source, this process)."""
@@ -175,11 +186,17 @@ class Ways:
         return source_kib << 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _wait(reads: list[Read]) -> None:
+def _timed(move: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    move()
+    return time.perf_counter() - began
+
+
+def _wait(reads: list[Read], news: threading.Event) -> None:
     """Poll as the connector's I/O thread does, until all reads are done."""
     deadline = time.monotonic() + TIMEOUT_S
     pending = [read.transfer for read in reads]
-    pause_s = 0.0
+    pause_s = MIN_POLL_S
     while pending:
         for transfer in list(pending):
             state = transfer.poll()
@@ -190,7 +207,8 @@ def _wait(reads: list[Read]) -> None:
             if state is TransferState.FAILED:
                 raise RuntimeError(transfer.cause)
         if pending and not any(transfer.moves_in_poll for transfer in pending):
-            time.sleep(pause_s := min(2e-3, 2 * pause_s or 50e-6))
+            pause_s = MIN_POLL_S if news.wait(pause_s) else min(MAX_POLL_S, 2 * pause_s)
+            news.clear()
         if time.monotonic() > deadline:
             raise RuntimeError(f"a read did not end within {TIMEOUT_S:g} s")
 
@@ -218,9 +236,7 @@ def time_case(order: Order, case: Case) -> Iterator[Row]:
         seconds: dict[str, list[float]] = {name: [] for name in moves}
         for _ in range(order.rounds):
             for name, move in moves.items():
-                began = time.perf_counter()
-                move()
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(move())
         for name in moves:
             num_bytes = ways.raw_bytes if name == "raw" else ways.num_bytes
             num_segments = sum(len(segments) for segments in ways.segments)

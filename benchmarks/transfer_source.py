@@ -14,12 +14,11 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.stock_nixl import StockAgent
 from transport import create_transport
 from transport.data_plane import DataPlane, ReadOptions
 from transport.regions import memory_of
 
-TRANSPORTS = ("cma", "nixl", "ucx")
+TRANSPORTS = ("cma", "nixl")
 
 
 def own_stdout() -> IO[str]:
@@ -40,12 +39,10 @@ def main() -> None:
         plane = DataPlane([[create_transport(name, **_options(name, order))]], options, order["host"])
         plane.start(memory_of(caches))
         planes[name] = plane
-    stock = StockAgent("stock-source", memory_of(caches))
     answer = {
         "pid": os.getpid(),
         "addresses": [cache.data_ptr() for cache in caches],
         "offers": {name: base64.b64encode(plane.serve()).decode() for name, plane in planes.items()},
-        "stock": base64.b64encode(stock.metadata()).decode(),
     }
     print(json.dumps(answer), file=answers, flush=True)
     sys.stdin.read()

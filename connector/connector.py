@@ -205,6 +205,7 @@ class WeaveConnector(KVConnectorBase_V1, SupportsHMA):
             self._consumer = Consumer(
                 *(ControlClient(self._keys), cache, placement, self._config, self._counters, self._pace),
                 secret=self._secret,
+                transports=handshakes[0].transports,
             )
             self._consumer.start()
 

@@ -71,8 +71,10 @@ class Consumer:
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
         secret: SharedSecret | None = None,
+        transports: Sequence[str] = (),
     ) -> None:
         self._client, self._cache, self._placement = client, cache, placement
+        self._transports = list(transports)
         self._config = config
         self._allowed, self._secret = AllowedPeers.parse(config.allowed_peers), secret
         self.counters = counters
@@ -138,6 +140,7 @@ class Consumer:
             num_tokens=wanted,
             prompt_digest=digest(wanted),
             known_incarnation=parsed.incarnation if self._peers.has_met(parsed.source) else "",
+            transports=self._transports,
         )
         jitter = int(load_id[:8], 16) / 2**32
         attempts = Attempts.starting(now, self._config.open_timeout_s, jitter)

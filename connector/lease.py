@@ -11,15 +11,15 @@ take reused blocks for valid ones. Who may fire what:
              close       this node stops                                                 ENDED, closed
     OPENED   open        a decode node, for one more load or repeating itself            OPENED, `lease_s` more
              renew       a decode node, for a load that is reading                       OPENED, `lease_s` more
-             done        one reader of a load, when its bytes have arrived               OPENED; ENDED, done, after the last
-             release     a decode node, for one load                                     OPENED; ENDED, released, after the last
+             done        a reader of a load, when its bytes are there; the last one's    OPENED; ENDED, done
+             release     a decode node, for one load; the last one's                     OPENED; ENDED, released
              expire      the clock: `lease_s` after the last open or renew               ENDED, expired
              close       this node stops                                                 ENDED, closed
 
     load     READING -- done by all its readers --> DONE;  READING -- release --> RELEASED
 
-A load that is over is answered as if its lease were. A Done is confirmed again, even after the end: the first answer may
-have been lost on its way, and what was true then is true of the bytes that the reader has.
+A load that is over is answered as if its lease were. A Done is confirmed again, even after the end: the first answer
+may have been lost on its way, and what was true then is true of the bytes that the reader has.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class _Ended:
 class LeaseTable:
     """All leases of one node. Not thread-safe: the owner holds a lock around every call.
 
-    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never granted (or
-    forgotten) and a load never opened, `LeaseExpired` for one that has ended, `PromptMismatch` when the prompt differs,
-    `LeaseBusy` when too many loads share the lease.
+    Every method takes `now` in seconds of one monotonic clock. Errors: `LeaseUnknown` for a capability never granted
+    (or forgotten) and a load never opened, `LeaseExpired` for one that has ended, `PromptMismatch` when the prompt
+    differs, `LeaseBusy` when too many loads share the lease.
     """
 
     def __init__(self, lease_s: float) -> None:

@@ -49,11 +49,13 @@ class Producer:
         self._leases = LeaseTable(lease_s)
         self._server = ControlServer(host, port, self.answer, keys)
         self._manifest: wire.Manifest | None = None
+        self._transports: tuple[str, ...] = ()
         self._description: wire.Description | None = None
 
     def start(self, manifest: wire.Manifest, transports: Sequence[str] = ()) -> None:
         """Serve, now that every rank's memory is known. Raises ConfigError when the port cannot be bound."""
         self._manifest = manifest
+        self._transports = tuple(transports)
         self._description = describe(manifest.incarnation, manifest.cache, manifest.placement, transports)
         self._server.start()
         host, port = self._server.address
@@ -126,10 +128,16 @@ class Producer:
         assert self._description is not None, "the server starts with it"
         return msgspec.structs.replace(self._description, num_open_leases=self._leases.num_open)
 
+    def _transport_mismatch(self, theirs: Sequence[str]) -> wire.Mismatch | None:
+        """What to refuse a reader with that has none of this node's transports; sides that do not say are let pass."""
+        if not theirs or not self._transports or set(theirs) & set(self._transports):
+            return None
+        return wire.Mismatch("transports", ", ".join(self._transports), ", ".join(theirs))
+
     def _open(self, request: wire.Open, now: float) -> wire.Reply:
         manifest = self._manifest
         assert manifest is not None, "the server starts with the manifest"
-        mismatch = wire.find_mismatch(manifest.cache, request.cache)
+        mismatch = wire.find_mismatch(manifest.cache, request.cache) or self._transport_mismatch(request.transports)
         if mismatch is not None:
             return wire.Refused(cause="incompatible", field=mismatch.field, ours=mismatch.ours, theirs=mismatch.theirs)
         offer = self._leases.open(request.capability, request.load, request.num_tokens, request.prompt_digest, now)

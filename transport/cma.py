@@ -15,8 +15,10 @@ import os
 import secrets
 import sys
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Annotated, Self
 
 import msgspec
@@ -27,11 +29,13 @@ from layouts import ConfigError
 from layouts.errors import config_error
 from transport.base import Attached, Peer, Transfer, TransferState, Transport
 from transport.errors import TransferFailed
+from transport.process import host_identity, start_time
 from transport.regions import Memory
 from transport.segments import Int64Array, Segments
 
 PIECES_PER_POLL = 1024  # the most that one call takes, IOV_MAX
 BYTES_PER_POLL = 4 << 20  # seen: as fast as 64 MiB, and one poll takes about 1 ms
+SHARES = 8
 _NO_LIMIT = 1 << 62
 _NONCE_BYTES = 16
 _IOVEC_BYTES = 16
@@ -47,8 +51,9 @@ class CmaTransport(Transport):
     """Reads the memory of other processes of this host, where the kernel permits it.
 
     Bytes move inside `poll`, at most BYTES_PER_POLL in PIECES_PER_POLL pieces each time, without the interpreter
-    lock; so one thread can serve several transfers in turns. Starting lets processes of the same user read this one
-    where the Yama security module would otherwise allow that to its parents only, as UCX does.
+    lock; so one thread can serve several transfers in turns. A second thread helps with larger reads. Starting lets
+    processes of the same user read this one where the Yama security module would otherwise allow that to its parents
+    only, as UCX does.
     """
 
     kind = "cma"
@@ -58,6 +63,7 @@ class CmaTransport(Transport):
         self._name = ""
         self._nonce = np.zeros(_NONCE_BYTES, np.uint8)
         self._processes: dict[Peer, _Process] = {}
+        self._threads: Executor | None = None
 
     def _open(self, name: str) -> None:
         self._name = name
@@ -83,10 +89,10 @@ class CmaTransport(Transport):
 
     def _myself(self) -> _Process:
         return _Process(
-            host=_host(),
+            host=host_identity(),
             uid=os.geteuid(),
             pid=os.getpid(),
-            start_time=_start_time(os.getpid()),
+            start_time=start_time(os.getpid()),
             nonce_address=int(self._nonce.ctypes.data),
             nonce=self._nonce.tobytes(),
         )
@@ -98,13 +104,18 @@ class CmaTransport(Transport):
         self._processes[attached.peer] = process
 
     def _read(self, attached: Attached, segments: Segments) -> Transfer:
-        return _CmaRead(self._processes[attached.peer], segments)
+        if self._threads is None and (os.cpu_count() or 1) > 1:
+            self._threads = ThreadPoolExecutor(1, "kvweave-cma")
+        return _CmaRead(self._processes[attached.peer], segments, self._threads)
 
     def _detach(self, attached: Attached) -> None:
         self._processes.pop(attached.peer, None)
 
     def _shut(self) -> None:
         self._nonce[:] = 0  # whoever still reads from here finds out
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
 
 class _Process(Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,9 +138,9 @@ class _Process(Struct, frozen=True, forbid_unknown_fields=True):
 
     def prove_near(self) -> None:
         """TransferFailed unless the process runs on this host, in this PID namespace, as this user."""
-        if self.host != _host():
+        if self.host != host_identity():
             raise TransferFailed(
-                f"transport 'cma': the peer runs on host {self.host}; allowed: this host, {_host()} "
+                f"transport 'cma': the peer runs on host {self.host}; allowed: this host, {host_identity()} "
                 "(boot id, PID namespace). Use transport 'nixl', or let both containers share a PID namespace."
             )
         if self.uid != os.geteuid():
@@ -145,7 +156,7 @@ class _Process(Struct, frozen=True, forbid_unknown_fields=True):
         here, there = (_Pieces(np.array([at], np.int64), size) for at in (found.ctypes.data, self.nonce_address))
         self.copy(here.ahead(), there.ahead())
         if found.tobytes() != self.nonce:
-            if _start_time(self.pid) != self.start_time:
+            if start_time(self.pid) != self.start_time:
                 raise TransferFailed(f"process {self.pid} has ended; its number belongs to another one now")
             raise TransferFailed(f"process {self.pid} does not offer its memory any more")
 
@@ -171,28 +182,81 @@ class _Process(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _CmaRead(Transfer):
-    """One read, as two lists of pieces of the same bytes that are used up together."""
+    """One read in a few shares, taken one after the other by poll() and by a second thread."""
 
     moves_in_poll = True
 
-    def __init__(self, process: _Process, segments: Segments) -> None:
+    def __init__(self, process: _Process, segments: Segments, threads: Executor | None) -> None:
         super().__init__(segments.num_bytes)
         self._process = process
-        self._here = _Pieces(*_cut(*_joined(segments.target, segments.length)))
-        self._there = _Pieces(*_joined(segments.source, segments.length))
+        self._left = deque(_shares(segments))
+        self._mine: _Share | None = None
+        self._stopped = False
+        self._help = threads.submit(self._take_shares) if threads is not None and len(self._left) > 1 else None
 
     def _advance(self) -> None:
         try:
-            copied = self._process.copy(self._here.ahead(BYTES_PER_POLL), self._there.ahead())
-            self._there.advance(copied)
-            if self._here.advance(copied) == self.num_bytes:
+            self._mine = self._mine or self._next()
+            if self._mine is not None and self._mine.copy_some(self._process):
+                self._mine = None
+            if self._mine is None and not self._left and self._has_helped():
                 self._process.prove()
                 self._finish(TransferState.DONE)
         except TransferFailed as error:
             self._finish(TransferState.FAILED, str(error))
 
+    def _has_helped(self) -> bool:
+        """Whether the second thread has nothing of this read any more; raises what it met."""
+        if self._help is None or self._help.cancel():
+            return True
+        if self._help.done():
+            self._help.result()
+        return self._help.done()
+
+    def _take_shares(self) -> None:
+        while (share := self._next()) is not None:
+            while not self._stopped and not share.copy_some(self._process):
+                pass
+
+    def _next(self) -> _Share | None:
+        try:
+            return None if self._stopped else self._left.popleft()
+        except IndexError:
+            return None
+
     def _release(self) -> None:
-        """Bytes move only inside poll(), so nothing can arrive any more."""
+        """The second thread is in one call at most."""
+        self._stopped = True
+        if self._help is not None and not self._help.cancel():
+            self._help.exception()
+
+
+class _Share:
+    """Part of a read, as two lists of pieces of the same bytes that are used up together."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._num_bytes = segments.num_bytes
+        self._here = _Pieces(*_cut(*_joined(segments.target, segments.length)))
+        self._there = _Pieces(*_joined(segments.source, segments.length))
+
+    def copy_some(self, process: _Process) -> bool:
+        """Copy as much as one call does; returns whether all is done."""
+        copied = process.copy(self._here.ahead(BYTES_PER_POLL), self._there.ahead())
+        self._there.advance(copied)
+        return self._here.advance(copied) == self._num_bytes
+
+
+def _shares(segments: Segments) -> list[_Share]:
+    """Cut at most SHARES of about equal numbers of bytes."""
+    source, length = _cut(segments.source, segments.length)
+    segments = Segments(source, _cut(segments.target, segments.length)[0], length)
+    ends = np.cumsum(segments.length)
+    number = min(SHARES, max(1, int(ends[-1]) // BYTES_PER_POLL))
+    cuts = np.unique(np.searchsorted(ends, ends[-1] * np.arange(1, number) // number, side="right"))
+    borders = [0, *cuts[(cuts > 0) & (cuts < len(ends))].tolist(), len(ends)]
+    return [
+        _Share(Segments(segments.source[a:b], segments.target[a:b], segments.length[a:b])) for a, b in pairwise(borders)
+    ]
 
 
 class _Pieces:
@@ -257,17 +321,3 @@ def _libc() -> ctypes.CDLL:
     libc.process_vm_readv.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     return libc
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if there is none (man 5 proc_pid_stat)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])

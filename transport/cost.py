@@ -44,11 +44,14 @@ class ReadSize:
     @classmethod
     def of(cls, segments: Segments) -> ReadSize:
         """Of segments that are merged and in order of target address."""
-        order = np.argsort(segments.source, kind="stable")
+        source, length = segments.source, segments.length
+        if (source[1:] < source[:-1]).any():
+            order = np.argsort(source, kind="stable")
+            source, length = source[order], length[order]
         return cls(
             segments.num_bytes,
             len(segments),
-            _num_pieces(segments.source[order], segments.length[order]),
+            _num_pieces(source, length),
             _num_pieces(segments.target, segments.length),
         )
 

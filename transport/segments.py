@@ -77,6 +77,8 @@ class Segments:
             order = np.argsort(target, kind="stable")
             source, target, length = source[order], target[order], length[order]
         touching = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
+        if not touching.any():
+            return Segments(source, target, length)
         first = np.flatnonzero(np.concatenate(([True], ~touching)))
         return Segments(source[first], target[first], np.add.reduceat(length, first))
 

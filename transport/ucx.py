@@ -17,6 +17,7 @@ import msgspec
 from layouts.errors import config_error, require_at_least
 from transport.base import Attached, Transfer, Transport
 from transport.errors import TransferFailed
+from transport.process import Process
 from transport.regions import Memory
 from transport.segments import Segments
 from transport.ucx_messages import KEY_BYTES, Offer
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # both need torch, which importing this package does not
     from transport.ucx_source import Source
 
 DEFAULT_STAGING_BYTES = 64 << 20
-DEFAULT_SLICE_BYTES = 1 << 20
+DEFAULT_SLICE_BYTES = 4 << 20
 
 
 class UcxTransport(Transport):
@@ -77,7 +78,7 @@ class UcxTransport(Transport):
 
         if self._source is None:
             worker = Worker(self._host)
-            offer = Offer(worker.address, secrets.token_bytes(KEY_BYTES), self._slice_bytes)
+            offer = Offer(worker.address, Process.current(), secrets.token_bytes(KEY_BYTES), self._slice_bytes)
             self._source = Source(worker, offer, lambda: self._local, self._new_staging())
             self._source.start()
         return self._name, msgspec.msgpack.encode(self._source.offer)

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from transport.endpoint import Label
+from transport.process import Process
 from transport.segments import Int64Array
 
 MAX_PIECES = 4096
@@ -37,9 +38,10 @@ _Cause = Annotated[str, Meta(max_length=1024)]
 
 
 class Offer(Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of an endpoint: where the source is, what opens it, and how many bytes it sends in one message."""
+    """Metadata of an endpoint: where and who the source is, what opens it, how many bytes it sends in one message."""
 
     address: _WorkerAddress
+    process: Process
     key: _Key
     slice_bytes: _Size
 
@@ -52,10 +54,11 @@ class ToSource(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 
 
 class Hello(ToSource, frozen=True, tag="hello"):
-    """Opens a session; answered by Welcome to the worker at `address`."""
+    """Opens a session, or asks whether its source still lives; answered by Welcome to the worker at `address`."""
 
     address: _WorkerAddress
     reader: Label
+    process: Process
 
 
 class Ask(ToSource, frozen=True, tag="ask"):
@@ -91,7 +94,7 @@ class ToReader(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 
 
 class Welcome(ToReader, frozen=True, tag="welcome"):
-    """The session is open."""
+    """The session is open and the source lives."""
 
 
 class Refused(ToReader, frozen=True, tag="refused"):

@@ -18,6 +18,7 @@ import numpy as np
 from transport.base import MemoryMap, Peer, Transfer, TransferState
 from transport.copies import scatter
 from transport.errors import TransferFailed
+from transport.process import Process
 from transport.regions import Memory
 from transport.segments import Segments
 from transport.staging import Slice, Staging
@@ -39,10 +40,14 @@ from transport.ucx_messages import (
 from transport.ucx_worker import Endpoint, Mailbox, Outbox, Request, Worker
 
 CONNECT_S = 5.0
+CHECK_S = 0.5
+"""How often to look whether the process of a source lives, or to ask it when it sends nothing."""
+SILENT_S = 4.0
+"""A source that does not even answer that is given up, or after STALL_S where its process is seen to live."""
 STALL_S = 30.0
 CLOSE_GRACE_S = 5.0
 CLOSE_S = 1.0
-ALONE_BYTES = 256 << 10
+ALONE_BYTES = 512 << 10
 """From this size on, a piece travels alone: copying it to and from staging memory costs more than a message."""
 
 _MAIL_BYTES = 4096
@@ -59,6 +64,7 @@ class Reader:
         self, name: str, host: str, memory: Callable[[], MemoryMap], staging_on: Callable[[str], Staging]
     ) -> None:
         self._name = name
+        self._process = Process.current()
         self._memory = memory
         self._staging_on = staging_on
         self._worker = Worker(host)
@@ -140,14 +146,19 @@ class Reader:
         return self._worker.progress_until(holds, timeout_s)
 
     def _new_session(self, peer: Peer, offer: Offer) -> _Session:
+        if offer.process.has_ended:
+            raise TransferFailed(f"peer {peer.name} cannot be reached: {_ended(offer)}")
         try:
             endpoint = self._worker.connect(offer.address)
         except self._worker.error as error:
             raise TransferFailed(f"peer {peer.name} cannot be reached: {error}") from error
-        session = self._sessions[peer] = _Session(peer, offer, endpoint)
-        hello = Hello(offer.key, session.name, self._worker.address, self._name)
-        self._outbox.send(endpoint, encode(hello))
+        session = self._sessions[peer] = _Session(peer, offer, endpoint, offer.process.is_near)
+        self._greet(session)
         return session
+
+    def _greet(self, session: _Session) -> None:
+        hello = Hello(session.offer.key, session.name, self._worker.address, self._name, self._process)
+        self._outbox.send(session.endpoint, encode(hello))
 
     def _handle(self, data: bytes) -> None:
         try:
@@ -175,13 +186,21 @@ class Reader:
             self._give_back(asked)
 
     def _check(self, session: _Session) -> None:
-        silent_s = time.monotonic() - session.heard_at
+        now = time.monotonic()
+        silent_s = now - session.heard_at
+        patience_s = STALL_S if session.is_near else SILENT_S
         if not session.endpoint.alive:
             self._break(session, "the connection is lost")
         elif not session.is_open and silent_s > CONNECT_S:
             self._break(session, f"gave no answer within {CONNECT_S:g} s")
-        elif session.asked and silent_s > STALL_S:
-            self._break(session, f"sent nothing for {STALL_S:g} s")
+        elif session.asked and silent_s > patience_s:
+            self._break(session, f"sent nothing for {patience_s:g} s")
+        elif now - session.checked_at > CHECK_S:
+            session.checked_at = now
+            if session.offer.process.has_ended:
+                self._break(session, _ended(session.offer))
+            elif session.asked and silent_s > CHECK_S:
+                self._greet(session)
 
     def _ask(self, session: _Session) -> None:
         """Ask for more, as long as the window has room and there is memory to receive into."""
@@ -251,11 +270,13 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A connection to a source; `cause` says why it is over, `is_final` that there cannot be another one."""
+    """A connection to a source, `is_near` if its process can be watched from here; `cause` says why it is over,
+    `is_final` that there cannot be another one."""
 
     peer: Peer
     offer: Offer
     endpoint: Endpoint
+    is_near: bool
     name: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
     is_open: bool = False
     cause: str = ""
@@ -263,6 +284,7 @@ class _Session:
     waiting: deque[_UcxRead] = field(default_factory=deque)
     asked: dict[int, _Asked] = field(default_factory=dict)
     heard_at: float = field(default_factory=time.monotonic)
+    checked_at: float = field(default_factory=time.monotonic)
 
     def take_completed(self) -> list[_Asked]:
         """Remove and return what has arrived, or never will."""
@@ -302,6 +324,10 @@ class _UcxRead(Transfer):
 
     def _release(self) -> None:
         self._reader.withdraw(self)
+
+
+def _ended(offer: Offer) -> str:
+    return f"process {offer.process.pid} of this host has ended"
 
 
 def _messages(segments: Segments, slice_bytes: int) -> Iterator[Segments]:

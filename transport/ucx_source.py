@@ -20,6 +20,7 @@ import numpy as np
 from transport.base import MemoryMap
 from transport.control.wakeup import Wakeup
 from transport.copies import gather
+from transport.process import Process
 from transport.regions import Memory
 from transport.segments import Int64Array
 from transport.staging import Slice, Staging
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 30.0
 CLOSE_S = 1.0
+CHECK_S = 0.5
 MAX_WAITING_ASKS = 4096
 _NUM_MAIL_BUFFERS = 16
 _IDLE_S = 1.0
@@ -78,10 +80,12 @@ class _Session:
 
     session: bytes
     reader: str
+    process: Process
     endpoint: Endpoint
     waiting: deque[_Wanted] = field(default_factory=deque)
     sending: list[_Send] = field(default_factory=list)
     moved_at: float = field(default_factory=time.monotonic)
+    checked_at: float = field(default_factory=time.monotonic)
 
     @property
     def num_staged(self) -> int:
@@ -154,8 +158,7 @@ class Source:
             return
         session = self._sessions.get(message.session)
         if isinstance(message, Hello):
-            if session is None:
-                self._open(message)
+            self._welcome(message)
         elif session is None:
             logger.debug("a message of a session that has ended came in over UCX")
         elif isinstance(message, Bye):
@@ -172,14 +175,19 @@ class Source:
             logger.warning("reader %s asked for what it cannot have: %s", session.reader, error)
             self._reply(session, Refused(session.session, ask.tag, str(error)[:1024]))
 
-    def _open(self, hello: Hello) -> None:
+    def _welcome(self, hello: Hello) -> None:
+        session = self._sessions.get(hello.session) or self._open(hello)
+        if session is not None:
+            self._reply(session, Welcome(hello.session))
+
+    def _open(self, hello: Hello) -> _Session | None:
         try:
             endpoint = self._worker.connect(hello.address)
         except self._worker.error as error:
             logger.warning("reader %s cannot be reached over UCX: %s", hello.reader, error)
-            return
-        self._sessions[hello.session] = session = _Session(hello.session, hello.reader, endpoint)
-        self._reply(session, Welcome(hello.session))
+            return None
+        session = self._sessions[hello.session] = _Session(hello.session, hello.reader, hello.process, endpoint)
+        return session
 
     def _start_sends(self) -> bool:
         """Start one send of each reader in turn, until none can be started; return whether any was."""
@@ -242,10 +250,15 @@ class Source:
                 self._staging_on(str(send.staged.tensor.device)).give_back(send.staged)
 
     def _check(self, session: _Session) -> None:
+        now = time.monotonic()
         if not session.endpoint.alive:
             self._end(session)
-        elif session.sending and time.monotonic() - session.moved_at > STALL_S:
+        elif session.sending and now - session.moved_at > STALL_S:
             self._end(session, f"nothing was taken for {STALL_S:g} s")
+        elif now - session.checked_at > CHECK_S:
+            session.checked_at = now
+            if session.process.has_ended:
+                self._end(session)
 
     def _end(self, session: _Session, cause: str = "") -> None:
         """Forget a reader; with a cause, which it is told if it can be."""

@@ -84,14 +84,18 @@ def cut_slices(
     if (address[1:] < address[:-1]).any():
         sorted_ = np.argsort(address, kind="stable")
         segments = Segments(segments.source[sorted_], segments.target[sorted_], segments.length[sorted_])
-    unit = common_divisor(segments.length)
-    segments, number = _cut_at_multiples(segments, slice_bytes // unit * unit or slice_bytes)
-    first = np.flatnonzero(np.diff(number, prepend=-1))
-    rank = np.arange(len(number)) - np.repeat(first, np.diff(first, append=len(number)))
-    starts = np.flatnonzero(rank % max_pieces == 0).tolist()
+    length = int(segments.length[0])
+    if length <= slice_bytes and (segments.length == length).all():
+        starts = list(range(0, len(segments), min(max_pieces, slice_bytes // length)))
+    else:
+        unit = common_divisor(segments.length)
+        segments, number = _cut_at_multiples(segments, slice_bytes // unit * unit or slice_bytes)
+        first = np.flatnonzero(np.diff(number, prepend=-1))
+        rank = np.arange(len(number)) - np.repeat(first, np.diff(first, append=len(number)))
+        starts = np.flatnonzero(rank % max_pieces == 0).tolist()
     return [
         Segments(segments.source[start:stop], segments.target[start:stop], segments.length[start:stop])
-        for start, stop in zip(starts, [*starts[1:], len(number)], strict=True)
+        for start, stop in zip(starts, [*starts[1:], len(segments)], strict=True)
     ]
 
 
@@ -177,7 +181,7 @@ class StagedRead(Transfer):
             part = _Part(self._waiting.popleft(), local)
             self._parts.append(part)
             if self._packer is None:
-                self._read(part, part.pieces.source)
+                self._read(part, None)
             else:
                 part.answer = self._ask(self._packer, part.pieces)
         if self._packer is not None and self._read_slices:
@@ -195,9 +199,17 @@ class StagedRead(Transfer):
         self._read_slices = []
         return self._request(packer, message)
 
-    def _read(self, part: _Part, source: Int64Array) -> None:
-        target = part.pieces.target if part.local is None else part.local.address + _flat_offsets(part.pieces)
-        part.read = self._transport.read(self._peer, Segments(source, target, part.pieces.length).merged())
+    def _read(self, part: _Part, gathered: int | None) -> None:
+        """Start to read a slice: from address `gathered`, where it is in one piece, or from where its pieces lie."""
+        pieces = part.pieces
+        if gathered is not None and part.local is not None:
+            segments = Segments.of([gathered], [part.local.address], [pieces.num_bytes])
+        else:
+            flat = _flat_offsets(pieces)
+            source = pieces.source if gathered is None else gathered + flat
+            target = pieces.target if part.local is None else part.local.address + flat
+            segments = Segments(source, target, pieces.length).merged()
+        part.read = self._transport.read(self._peer, segments)
 
     def _drive(self, part: _Part) -> None:
         """Take a slice as far as it goes: its answer, its read, its way to the cache."""
@@ -227,13 +239,14 @@ class StagedRead(Transfer):
             )
             part.copy.add_done_callback(lambda _: self._shared.wake())
         self._start_slices()  # at once, so that the source is not idle meanwhile
+        self._shared.wake()  # the next slice is worth a look soon
 
     def _take_answer(self, part: _Part, answer: Reply) -> None:
         """Start to read a gathered slice, or put it back in line when the source has none free."""
         if isinstance(answer, Gathered) and answer.num_bytes == part.pieces.num_bytes:
             self._served, self._retry_s = time.monotonic(), _FIRST_RETRY_S
             part.slice_id = answer.slice_id
-            self._read(part, answer.address + _flat_offsets(part.pieces))
+            self._read(part, answer.address)
         elif isinstance(answer, Refused) and answer.cause == "busy":
             self._end(part)
             self._waiting.appendleft(part.pieces)
@@ -288,11 +301,12 @@ def _source_runs(pieces: Segments) -> tuple[bytes, bytes]:
     """Return addresses and lengths for Gather, neighbours joined, a single length where all are alike."""
     source, length = pieces.source, pieces.length
     touching = source[:-1] + length[:-1] == source[1:]
-    first = np.flatnonzero(np.concatenate(([True], ~touching)))
-    lengths = np.add.reduceat(length, first)
-    if (lengths == lengths[0]).all():
-        lengths = lengths[:1]
-    return source[first].astype("<i8").tobytes(), lengths.astype("<i8").tobytes()
+    if touching.any():
+        first = np.flatnonzero(np.concatenate(([True], ~touching)))
+        source, length = source[first], np.add.reduceat(length, first)
+    if (length == length[0]).all():
+        length = length[:1]
+    return source.astype("<i8", copy=False).tobytes(), length.astype("<i8").tobytes()
 
 
 def _unexpected(answer: Reply) -> TransferFailed:

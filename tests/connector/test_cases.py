@@ -105,7 +105,7 @@ def test_s6_blocks_of_an_aborted_load_come_back_after_its_reads(world: World) ->
     world.target.read_on(1)
     request.is_over = True
     world.target.consumer.request_finished(request.name)
-    world.tick(num_moves=0)
+    world.run(2 * TICK_S, num_moves=0)
     assert len(world.source.free) == len(world.source.memory), "the prefill node is released at once"
     assert world.target.num_free < 12 and world.target.consumer.num_loads == 1, "the reads are still under way"
     world.run(1.0)
@@ -130,8 +130,9 @@ def test_s7_decode_node_stands_still_past_the_lease(world: World, num_moves_befo
 def test_s7_prefill_node_finds_out_last(world: World) -> None:
     """The lease has run out but nobody has looked: the Done itself must not count any more."""
     world.parked()
-    world.target.read_on(4)
+    world.target.read_on(1)
     world.network.advance(CONFIG.lease_s)
+    world.target.read_on(2)
     world.network.deliver_all()
     world.target.read_on(1)
     world.target.step()
@@ -240,11 +241,8 @@ def test_s9_restarted_prefill_node_is_met_again_by_itself(world: World) -> None:
     world.network.deliver_all()
     world.target.step()
     world.target.check_integrity()
-    assert outcomes(world.target) == {"local_prefill|unknown": 1} and waiting.state != "parked"
-    world.run(2.0)
-    assert outcomes(world.target) == {"local_prefill|unknown": 1, "failed|unknown": 1} or "failed|read" in outcomes(
-        world.target
-    )
+    assert outcomes(world.target) == {"local_prefill|unknown": 1, "failed|unknown": 1}
+    assert waiting.state != "parked"
     assert world.target.sums["handshakes"] == 2
     for other in list(world.target.requests.values()):
         if other is not request:

@@ -455,3 +455,14 @@ def test_an_answer_with_the_wrong_blocks_is_refused_before_anything_is_claimed(
     arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
     assert matched(target, "d") == 0
     assert ends(target) == {"local_prefill|malformed": 1}
+
+
+def test_nodes_without_a_common_transport_meet_and_part(nodes: ExitStack) -> None:
+    source, target = start(nodes, TWO_PLAIN, "memory")
+    assert source.producer is not None and target.consumer is not None
+    source.producer._transports = ("cma", "nixl")
+    target.consumer._transports = ["ucx"]
+    tokens = list(range(9))
+    arrive(target, "d", offer(source, "p", range(3), tokens), tokens)
+    assert matched(target, "d") == 0
+    wait_for(lambda: target.counters.take().get("loads|local_prefill|incompatible") == 1, target)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,13 +22,16 @@ READY_TIMEOUT_S = 400
 NUM_OUTPUT_TOKENS = 8
 HEAD_SIZE = 32
 LEASE_S = 5.0
+TRANSPORT = os.environ.get("KVWEAVE_TEST_TRANSPORT", "auto")
+"""What moves the bytes between all nodes: the whole matrix runs over any of them."""
 MAX_BATCHED_TOKENS = 64
 """Longer prompts are prefilled in chunks."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flags of one node. `policy` is its kv_load_failure_policy; `plain` means vLLM without any plugin."""
+    """The flags of one node. `policy` is its kv_load_failure_policy; `plain` means vLLM without any plugin;
+    `num_blocks` is its pool, whose first block vLLM keeps for itself; `port` its control port (0: a free one)."""
 
     kv_heads: int = 1
     tp: int = 1
@@ -36,10 +41,18 @@ class Layout:
     interleave: int = 16
     policy: str = "recompute"
     plain: bool = False
+    num_blocks: int = 400
+    lease_s: float = LEASE_S
+    port: int = 0
 
     @property
     def virtual_block(self) -> int:
         return self.block * self.dcp
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest request, which has to fit into the pool."""
+        return min(2048, (self.num_blocks - 1) * self.virtual_block)
 
     def flags(self) -> list[str]:
         return [
@@ -48,6 +61,8 @@ class Layout:
             *("--decode-context-parallel-size", str(self.dcp)),
             *("--block-size", str(self.block)),
             *("--cp-kv-cache-interleave-size", str(self.interleave)),
+            *("--num-gpu-blocks-override", str(self.num_blocks)),
+            *("--max-model-len", str(self.max_tokens)),
         ]
 
     def __str__(self) -> str:
@@ -119,12 +134,14 @@ class VllmNode:
         return samples
 
     def counters(self) -> dict[str, float]:
-        """kvweave counters without prefix and suffix, e.g. "bytes_moved" or "loads|loaded"."""
-        return {
-            re.sub(r"_total", "", key.removeprefix("vllm:kvweave_"), count=1): value
-            for key, value in self.metrics().items()
-            if key.startswith("vllm:kvweave_") and "_created" not in key
-        }
+        """kvweave counters without prefix and suffix, e.g. "loads|loaded"; "bytes_moved" and "reads" over all ways."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for key, value in self.metrics().items():
+            if key.startswith("vllm:kvweave_") and "_created" not in key:
+                name = re.sub(r"_total", "", key.removeprefix("vllm:kvweave_"), count=1)
+                family = name.partition("|")[0]
+                found[family if family in ("bytes_moved", "reads") else name] += value
+        return dict(found)
 
     def changes(self, until: Callable[[dict[str, float]], bool], timeout_s: float = 5) -> dict[str, float]:
         """What the counters gained since the last call, once `until` holds for it."""
@@ -173,8 +190,7 @@ def make_node(model: Path, layout: Layout, log_dir: Path) -> VllmNode:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "m", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
-        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"),
-        *("--num-gpu-blocks-override", "400", "--max-num-seqs", "16"),
+        *("--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "16"),
         *("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS)),
         *layout.flags(),
     ]
@@ -186,12 +202,18 @@ def make_node(model: Path, layout: Layout, log_dir: Path) -> VllmNode:
             "kv_connector": "WeaveConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": layout.policy,
-            "kv_connector_extra_config": {"model_id": model.name, "lease_s": LEASE_S},
+            "kv_connector_extra_config": {
+                "model_id": model.name,
+                "lease_s": layout.lease_s,
+                "port": layout.port,
+                "transport": TRANSPORT,
+            },
         }
         command += ["--kv-transfer-config", json.dumps(config)]
     url = f"http://127.0.0.1:{port}"
     name = str(layout)
-    return VllmNode(Node(name, command, env, log_dir / f"{name}.log", url=url), url, layout)
+    log = log_dir / f"{name}-{port}.log"
+    return VllmNode(Node(name, command, env, log, url=url), url, layout)
 
 
 def hand_over(source: VllmNode, target: VllmNode, prompt: Sequence[int]) -> Answer:

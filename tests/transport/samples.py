@@ -9,7 +9,7 @@ PLACEMENT = m.PlacementInfo(2, 1, 16, 4, 2, [m.HoldingInfo(0, 0, 4, 0, 2), m.Hol
 REGION = m.RegionInfo(1, 0, 4, 4096, 8, 16, 16, 4096, 1024, 64, 64, "plain", "cpu")
 MANIFEST = m.Manifest("inc", CACHE, PLACEMENT, [m.RankInfo(0, b"endpoint", [REGION])])
 MESSAGES: list[m.Message] = [
-    m.Open("cap", "load", CACHE, PLACEMENT, 37, b"digest", "inc"),
+    m.Open("cap", "load", CACHE, PLACEMENT, 37, b"digest", "inc", ["cma", "nixl"]),
     m.Renew("cap", "load"),
     m.Done("cap", "load", 1, 2),
     m.Release("cap", "load"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,14 +54,19 @@ def finish(transfer: Transfer) -> TransferState:
 class Kernel:
     """The real calls, counted, and on request as stingy or as forbidding as a kernel may be."""
 
-    def __init__(self, most_bytes: int | None = None, error: int = 0) -> None:
-        self.most_bytes, self.error = most_bytes, error
+    def __init__(self, most_bytes: int | None = None, error: int = 0, fails_beside: str = "") -> None:
+        self.most_bytes, self.error, self.fails_beside = most_bytes, error, fails_beside
         self.calls: list[tuple[int, int]] = []
+        self.threads: set[str] = set()
         self._libc = cma._libc()
         self.prctl = self._libc.prctl
 
     def process_vm_readv(self, pid: int, here: int, num_here: int, there: int, num_there: int, flags: int) -> int:
         self.calls.append((num_here, num_there))
+        self.threads.add(threading.current_thread().name)
+        if self.fails_beside and threading.current_thread().name != self.fails_beside:
+            ctypes.set_errno(errno.ESRCH)
+            return -1
         if self.error:
             ctypes.set_errno(self.error)
             return -1
@@ -112,6 +118,7 @@ def test_each_side_is_merged_on_its_own(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 def test_a_poll_copies_a_bounded_part(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "BYTES_PER_POLL", SIZE // 4)
+    monkeypatch.setattr(cma, "SHARES", 1)  # so no second thread
     with pair.read() as transfer:
         for part in range(1, 4):
             assert transfer.poll() is TransferState.PENDING
@@ -119,8 +126,29 @@ def test_a_poll_copies_a_bounded_part(pair: Pair, monkeypatch: pytest.MonkeyPatc
         assert transfer.poll() is TransferState.DONE
 
 
+def test_two_threads_copy_each_byte_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "BYTES_PER_POLL", SIZE // 32)
+    kernel = use(Kernel(), monkeypatch)
+    order = np.random.default_rng(3).permutation(SIZE // 64)
+    for _ in range(20):
+        pair.here[:] = 0
+        with pair.read(order * 64, np.arange(SIZE // 64) * 64, 64) as transfer:
+            assert finish(transfer) is TransferState.DONE
+        assert np.array_equal(pair.here.reshape(-1, 64), pair.there.reshape(-1, 64)[order])
+    assert len({name for name in kernel.threads if name.startswith("kvweave-cma")}) == 1
+
+
+def test_what_the_second_thread_meets_fails_the_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "BYTES_PER_POLL", SIZE // 32)
+    use(Kernel(fails_beside="MainThread"), monkeypatch)
+    with pair.read() as transfer:
+        assert finish(transfer) is TransferState.FAILED
+        assert "it has ended" in transfer.cause
+
+
 def test_a_source_that_closes_under_way_is_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "BYTES_PER_POLL", SIZE // 2)
+    monkeypatch.setattr(cma, "SHARES", 1)
     transfer = pair.read()
     assert transfer.poll() is TransferState.PENDING
     pair.source.close()

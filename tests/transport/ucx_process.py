@@ -27,7 +27,7 @@ def content(num_bytes: int, seed: int) -> np.ndarray:
     return ((np.arange(num_bytes, dtype=np.int64) * 7 + seed) % 251 + 1).astype(np.uint8)
 
 
-def finish(transfer: Transfer, timeout_s: float = 30.0) -> TransferState:
+def finish(transfer: Transfer, timeout_s: float = 60.0) -> TransferState:
     deadline = time.monotonic() + timeout_s
     while transfer.poll() is TransferState.PENDING and time.monotonic() < deadline:
         time.sleep(0.0005)

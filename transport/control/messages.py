@@ -206,7 +206,7 @@ class Open(Message, frozen=True):
     """Ask for the blocks behind `capability`, on behalf of the load `load`.
 
     The reader wants the first `num_tokens` positions and proves by `prompt_digest` that it has the same
-    prompt.
+    prompt. `transports` are the names of those it has; none given means that it does not say.
     """
 
     capability: Identifier
@@ -216,6 +216,7 @@ class Open(Message, frozen=True):
     num_tokens: NumTokens
     prompt_digest: Digest
     known_incarnation: OptionalIdentifier = ""
+    transports: Annotated[list[Label], Meta(max_length=16)] = []
 
 
 class Renew(Message, frozen=True):
