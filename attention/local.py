@@ -1,94 +1,104 @@
-"""Attention of a batch of requests over the pages of one rank: which rows see how many of its keys, and the loop.
+"""Attention of a batch of requests over the keys at hand: which rows see how many of them, and the loop.
 
-A rank holds the positions of a request in increasing order, so what a query row may see of them is always a prefix of
-the rank's tokens: `layouts` says how long it is, this module never divides a position.
+Keys of a request are always held in increasing order of position, whatever rank they come from, so what a query row may
+see of them is a prefix: `layouts` says how long it is, this module never divides a position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from attention.kernels import attend_prefix
+from attention.entries import EntryFormat, PagedCache, PageReader
+from attention.kernels import IntArray, accumulate_prefix
 from attention.merge import Partial, empty_partial
 from layouts import Interleave
 
-PADDING = -2
-"""Position of a row that belongs to no token; its result is out 0, lse -inf. Not -1, to which 0 would be the next."""
+PADDING = -1
+"""Position of a row that belongs to no token; its result is out 0, lse -inf. Such rows end a request."""
+
+
+class TokenReader(Protocol):
+    """Keys and values of one sequence, some at a time."""
+
+    @property
+    def format(self) -> EntryFormat: ...
+
+    def __call__(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows [start, stop) of the batch, which are consecutive positions of one request.
+    """Rows [start, stop) of the batch, which belong to one request in increasing order of position.
 
-    `visible` [stop - start] counts the keys of this rank that each row sees.
+    `visible` int64 [stop - start] counts the keys that each row sees.
     """
 
     request: int
     start: int
     stop: int
-    visible: torch.Tensor
-
-    @property
-    def num_keys(self) -> int:
-        return int(self.visible[-1])
+    visible: IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBatch:
-    """What the query rows of a step attend to on this rank; `segments` are in order of requests."""
+    """What the query rows of a step attend to; requests whose rows see nothing have no segment."""
 
     num_rows: int
     segments: tuple[Segment, ...]
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a row and a key it sees: the work of one head."""
+        return sum(int(segment.visible.sum()) for segment in self.segments)
 
-def plan_local(positions: Sequence[np.ndarray], interleave: Interleave, shard: int) -> LocalBatch:
-    """Plans the rows of a step. `positions`: per request the int64 positions of its query rows in batch order,
-    `PADDING` for rows without a token."""
+
+def plan_rows(positions: Sequence[IntArray], count_visible: Callable[[int, IntArray], IntArray]) -> LocalBatch:
+    """Plans the rows of a step.
+
+    positions: per request the positions of its rows in batch order, then `PADDING`. count_visible(request, positions)
+    counts for each position the keys up to it.
+    """
     segments: list[Segment] = []
     row = 0
     for request, of_request in enumerate(positions):
-        for piece in np.split(of_request, np.flatnonzero(np.diff(of_request) != 1) + 1):
-            stop = row + len(piece)
-            if len(piece) and piece[0] != PADDING:
-                visible = np.asarray(interleave.num_local_tokens(piece + 1, shard), dtype=np.int64)
-                segments.append(Segment(request, row, stop, torch.from_numpy(visible)))
-            row = stop
+        of_tokens = of_request[of_request != PADDING]
+        visible = np.asarray(count_visible(request, of_tokens), dtype=np.int64)
+        if len(visible) and visible[-1] > 0:
+            segments.append(Segment(request, row, row + len(visible), visible))
+        row += len(of_request)
     return LocalBatch(row, tuple(segments))
 
 
+def plan_local(positions: Sequence[IntArray], interleave: Interleave, shard: int) -> LocalBatch:
+    """Rows over all tokens up to their own that a shard holds."""
+    return plan_rows(positions, lambda _, of_tokens: interleave.num_local_tokens(of_tokens + 1, shard))
+
+
+def accumulate_batch(
+    whole: Partial, query: torch.Tensor, batch: LocalBatch, reader: Callable[[int], TokenReader], scale: float
+) -> None:
+    """Merges into `whole` the attention of query [rows, Hq, K] over the keys that `reader(request)` reads."""
+    for segment in batch.segments:
+        accumulate_segment(whole, query, segment, reader(segment.request), scale)
+
+
+def accumulate_segment(whole: Partial, query: torch.Tensor, segment: Segment, read: TokenReader, scale: float) -> None:
+    """As `accumulate_batch`, for the rows of one request."""
+    rows = slice(segment.start, segment.stop)
+    part = Partial(whole.out[rows], whole.lse[rows])
+    accumulate_prefix(part, query[rows], read, segment.visible, scale, read.format.tile_tokens)
+
+
 def attend_local(
-    query: torch.Tensor, pages: torch.Tensor, block_table: torch.Tensor, batch: LocalBatch, scale: float
+    query: torch.Tensor, cache: PagedCache, block_table: torch.Tensor, batch: LocalBatch, scale: float
 ) -> Partial:
-    """Attention of all rows over the keys of this rank.
+    """Attention of all rows over the tokens in the pages of this rank.
 
-    query [rows, Hq, D]; pages [num_blocks, Hkv, B, 2 D], keys then values of each token; block_table
-    [requests, blocks] int. Returns out [rows, Hq, D] float32 and lse [rows, Hq].
+    query [rows, Hq, K]; block_table [requests, blocks] int. Returns out [rows, Hq, V] float32 and lse [rows, Hq].
     """
-    num_heads, head_size = query.shape[1:]
-    out, lse = empty_partial((batch.num_rows, num_heads), head_size, query.device)
-    for request, segments in groupby(batch.segments, key=lambda segment: segment.request):
-        pieces = list(segments)
-        key, value = gather_tokens(pages, block_table[request], max(piece.num_keys for piece in pieces))
-        for piece in pieces:
-            rows = slice(piece.start, piece.stop)
-            out[rows], lse[rows] = attend_prefix(query[rows], key, value, piece.visible, scale)
-    return Partial(out, lse)
-
-
-def gather_tokens(pages: torch.Tensor, block_ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `num_tokens` tokens of one request on this rank, as key and value [Hkv, num_tokens, D]."""
-    num_blocks = -(-num_tokens // pages.shape[2])
-    tokens = pages.index_select(0, block_ids[:num_blocks]).transpose(0, 1).flatten(1, 2)[:, :num_tokens]
-    key, value = tokens.chunk(2, dim=-1)
-    return key, value
-
-
-def write_tokens(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Stores tokens in the pages. slots [T] are flat slots, negative where the token belongs to another rank; key and
-    value [T, Hkv, D]."""
-    mine = torch.nonzero(slots >= 0).squeeze(-1)
-    blocks, slot_in_block = torch.unravel_index(slots[mine], (pages.shape[0], pages.shape[2]))
-    pages[blocks, :, slot_in_block] = torch.cat([key[mine], value[mine]], dim=-1)
+    whole = empty_partial(tuple(query.shape[:2]), cache.format.value_size, query.device)
+    accumulate_batch(whole, query, batch, lambda request: PageReader(cache, block_table[request]), scale)
+    return whole

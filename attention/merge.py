@@ -15,9 +15,9 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
-def empty_partial(shape: tuple[int, ...], head_size: int, device: torch.device | None = None) -> Partial:
+def empty_partial(shape: tuple[int, ...], value_size: int, device: torch.device | None = None) -> Partial:
     """The result of attending to nothing, for `shape` rows and heads."""
-    out = torch.zeros((*shape, head_size), dtype=torch.float32, device=device)
+    out = torch.zeros((*shape, value_size), dtype=torch.float32, device=device)
     return Partial(out, torch.full(shape, -torch.inf, dtype=torch.float32, device=device))
 
 
@@ -28,12 +28,20 @@ def merge(out: torch.Tensor, lse: torch.Tensor) -> Partial:
     in any part stays out 0, lse -inf.
     """
     lse = lse.float()
-    peak = lse.amax(dim=0)
-    peak = torch.where(peak == -torch.inf, 0.0, peak)  # (-inf) - (-inf) would be NaN
-    weight = torch.exp(lse - peak)
-    total = weight.sum(dim=0)
-    share = weight / torch.where(total == 0.0, 1.0, total)
-    return Partial((share.unsqueeze(-1) * out.float()).sum(dim=0), total.log() + peak)
+    total = torch.logsumexp(lse, dim=0)
+    return Partial((share(lse, total).unsqueeze(-1) * out.float()).sum(dim=0), total)
+
+
+def share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """exp(lse - total): the weight of a part in the whole; 0 where both are -inf, whose difference would be NaN."""
+    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
+
+
+def accumulate(whole: Partial, part: Partial) -> None:
+    """Merges `part` into `whole` in place; both float32 and of equal shape."""
+    total = torch.logaddexp(whole.lse, part.lse)
+    whole.out.lerp_(part.out, share(part.lse, total).unsqueeze(-1))
+    whole.lse.copy_(total)
 
 
 def merge_all(parts: list[Partial]) -> Partial:

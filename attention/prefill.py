@@ -1,86 +1,99 @@
-"""Prefill context parallelism: ranks compute different rows of one batch (chunk swap).
+"""Prefill context parallelism: ranks compute different rows of one batch (chunk swap), on the cheapest of three paths.
 
-A `RowSplit` is one step's chunk swap in tensors. Keys and values of new tokens are always gathered, because every rank
-writes what it holds of them. Then there are two routes: where each rank holds the whole cache, own rows attend to it
-alone; where the cache is sharded over the same ranks, queries are gathered, every row attends to the own shard and the
-partial results of a row go to the ranks that compute it.
+Also serves decode context parallelism alone, where every rank has all rows: the paths know both.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from attention.exchange import combine, gather
-from attention.local import PADDING, LocalBatch, attend_local
+from attention.cost import AttentionShape, Batch, PathName, Rates, choose_path, reduces
+from attention.entries import PagedCache
+from attention.exchange import Ending
+from attention.keys import plan_keys
 from attention.merge import Partial
-from layouts import chunk_swap
+from attention.queries import plan_queries
+from attention.ring import plan_ring
+from attention.step import Step
+
+
+class Path(Protocol):
+    """A way for a rank's rows to reach all tokens of their requests. Planned once per step, run in every layer."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        entries: torch.Tensor,
+        cache: PagedCache,
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        scale: float,
+    ) -> Partial:
+        """Writes the step's new tokens to the pages of this rank and attends to these and all before.
+
+        Args:
+            query: this rank's rows [own rows, Hq, K].
+            entries: their cache entries [own rows, Hkv, E].
+            block_table: [requests, blocks] int.
+            slots: flat slots of all rows of the flat batch on this rank, negative where it does not own the token.
+
+        Returns:
+            This rank's rows: out [own rows, Hq, V] float32, lse [own rows, Hq]; of padding, something finite in out.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class RowSplit:
-    """Which rows of a flat batch each rank computes.
+class Planner:
+    """Chooses the path of each step by its cost, and counts the choices. All ranks choose alike: the cost depends on
+    nothing that differs between them.
 
-    `indices` [num_ranks, local rows] are rows of the flat batch (padding repeats row 0), `restore` [rows] finds each
-    row in the rank-major results; rows that all ranks compute come from rank 0.
+    `workspace_tokens` of a sharded context are exchanged at a time. `paths` are those that the cache format allows:
+    queries can only be gathered over heads when they are absorbed. `free_bytes` bounds what a path may allocate.
     """
 
-    rank: int
-    indices: torch.Tensor
-    restore: torch.Tensor
-    group: dist.ProcessGroup
+    shape: AttentionShape
+    rates: Rates
+    workspace_tokens: int
+    paths: tuple[PathName, ...] = tuple(PathName)
+    free_bytes: int | None = None
+    counts: Counter[PathName] = field(default_factory=Counter)
 
-    def select(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a flat batch [rows, ...]."""
-        return rows[self.indices[self.rank]]
+    def plan(self, step: Step, device: torch.device | str = "cpu") -> Path:
+        """The cheapest path for a step.
 
-    def gather(self, local_rows: torch.Tensor) -> torch.Tensor:
-        """The flat batch from every rank's rows."""
-        return gather(local_rows, self.group).flatten(0, 1)[self.restore]
+        Raises:
+            ConfigError: the workspace does not hold one virtual block.
+        """
+        name = self.choose(step)
+        self.counts[name] += 1
+        return self.plan_path(name, step, device)
 
+    def choose(self, step: Step) -> PathName:
+        """The name of the cheapest path. Where every rank has all rows, these need no gather: queries stay."""
+        if step.split is None and step.num_head_ranks == 1 and PathName.QUERIES in self.paths:
+            return PathName.QUERIES
+        batch = Batch(
+            query_lens=step.query_lens,
+            contexts=step.contexts,
+            pcp=1 if step.split is None else step.num_row_ranks,
+            num_shards=step.interleave.num_shards,
+            workspace_tokens=self.workspace_tokens,
+        )
+        return choose_path(self.shape, batch, self.rates, self.paths, self.free_bytes)
 
-def split_rows(query_lens: Sequence[int], group: dist.ProcessGroup) -> tuple[RowSplit | None, tuple[np.ndarray, ...]]:
-    """Splits the rows of a step over the ranks of `group`.
+    def plan_path(self, name: PathName, step: Step, device: torch.device | str = "cpu") -> Path:
+        """A path by name."""
+        match name:
+            case PathName.KEYS:
+                return plan_keys(step, self.workspace_tokens, device)
+            case PathName.RING:
+                return plan_ring(step, self.workspace_tokens, device)
+            case PathName.QUERIES:
+                return plan_queries(step, self._ending(step))
 
-    Returns the split, or None when all requests are too short and every rank computes all rows, and per request the
-    positions of this rank's rows among its new tokens (`PADDING` for padding).
-    """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    swap = chunk_swap(query_lens, num_ranks)
-    positions = tuple(
-        np.where(of_request < length, of_request, PADDING)
-        for of_request, length in zip(swap.rank_positions(rank), query_lens, strict=True)
-    )
-    indices = np.stack([swap.rank_indices(each) for each in range(num_ranks)])
-    num_rows = sum(query_lens)
-    if indices.shape[1] == num_rows:
-        return None, positions
-    places = np.flatnonzero(indices >= 0)[::-1]  # backwards: the first rank that has a row wins
-    restore = np.empty(num_rows, dtype=np.int64)
-    restore[indices.reshape(-1)[places]] = places
-    return (
-        RowSplit(rank, torch.from_numpy(np.maximum(indices, 0)), torch.from_numpy(restore), group),
-        positions,
-    )
-
-
-def attend_over_rows(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    batch: LocalBatch,
-    scale: float,
-    split: RowSplit | None,
-    group: dist.ProcessGroup,
-) -> Partial:
-    """As `local.attend_local`, for this rank's rows over the tokens of all shards, where `group` both splits the rows
-    and shards the cache. `batch` plans ALL rows of the step with this rank's shard. Without a split each rank has, and
-    gets, all rows."""
-    gathered = query if split is None else split.gather(query)
-    out, lse = attend_local(gathered, pages, block_table, batch, scale)
-    if split is None:
-        num_ranks = dist.get_world_size(group)
-        return combine(out.expand(num_ranks, *out.shape), lse.expand(num_ranks, *lse.shape), group)
-    return combine(out[split.indices], lse[split.indices], group)
+    def _ending(self, step: Step) -> Ending:
+        num_rows = sum(len(rows) for rows in step.own)
+        num_ranks = max(step.interleave.num_shards, step.num_row_ranks)
+        return Ending.REDUCE_SCATTER if reduces(num_rows, self.shape, num_ranks, self.rates) else Ending.ALL_TO_ALL

@@ -9,7 +9,7 @@ from vllm.triton_utils.dispatcher import register_kernels
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from attention.prefill import RowSplit
+from attention.step import RowSplit
 from attention.vllm.seams import require_parameters
 from layouts import Interleave
 

@@ -1,15 +1,23 @@
-"""Batches with a cache for the attention tests, and slow single-rank answers for them."""
+"""Batches with a cache for the attention tests, and slow single-rank answers for them in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from attention.local import write_tokens
+from attention.entries import EntryFormat, ExpandedLatent, KeyValue, Latent, PagedCache
+from attention.merge import Partial
 from layouts import Interleave
 
-HEAD_SIZE = 16
 SCALE = 0.25
+LATENT, ROTARY, NOPE, VALUE = 24, 4, 12, 8
+HEAD_SIZE = 16
+TILE_TOKENS = 8
+"""Far fewer than the formats' own, so that short sequences have several tiles."""
+
+Kind = Literal["gqa", "latent", "expanded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,66 +38,125 @@ MIXED = (Request(5, 1), Request(0, 1), Request(0, 9), Request(7, 6), Request(0, 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Queries [rows, Hq, D] of all requests, keys and values [tokens, Hkv, D] per request."""
+    """Queries [rows, Hq, K] of all requests, and the cache entries [tokens, Hkv, E] of each."""
 
     requests: tuple[Request, ...]
     query: torch.Tensor
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    entries: tuple[torch.Tensor, ...]
+    format: EntryFormat
 
     @property
     def query_lens(self) -> list[int]:
         return [request.num_new for request in self.requests]
 
     @property
+    def contexts(self) -> list[int]:
+        return [request.num_context for request in self.requests]
+
+    @property
     def positions(self) -> list[np.ndarray]:
         """Positions of each request's rows."""
         return [np.arange(request.num_context, request.num_tokens) for request in self.requests]
 
-    def answer(self) -> torch.Tensor:
-        """The attention output of all rows [rows, Hq, D], by softmax over the whole sequence in float64."""
-        outs, row = [], 0
-        for request, key, value in zip(self.requests, self.keys, self.values, strict=True):
+    @property
+    def new_entries(self) -> torch.Tensor:
+        """The entries of this step's tokens [rows, Hkv, E]."""
+        pairs = zip(self.requests, self.entries, strict=True)
+        return torch.cat([entries[request.num_context :] for request, entries in pairs])
+
+    def answer(self) -> Partial:
+        """All rows by softmax over the whole sequence, in float64: out [rows, Hq, V], lse [rows, Hq]."""
+        outs, lses, row = [], [], 0
+        for request, entries in zip(self.requests, self.entries, strict=True):
+            key, value = in_float64(self.format).read(entries.double())
             query = self.query[row : row + request.num_new].double()
-            group = query.shape[1] // key.shape[1]
-            scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1).double()) * SCALE
+            group = query.shape[1] // len(key)
+            scores = torch.einsum("qhd,hkd->hqk", query, key.repeat_interleave(group, 0)) * SCALE
             visible = torch.arange(request.num_context, request.num_tokens) + 1
             scores.masked_fill_(torch.arange(request.num_tokens) >= visible[:, None], -torch.inf)
-            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(group, 1).double()))
+            value = value[..., : self.format.value_size].repeat_interleave(group, 0)
+            outs.append(torch.einsum("hqk,hkd->qhd", scores.softmax(-1), value))
+            lses.append(scores.logsumexp(-1).T)
             row += request.num_new
-        return torch.cat(outs).float()
+        return Partial(torch.cat(outs).float(), torch.cat(lses).float())
 
-    def cache(self, interleave: Interleave, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages of one shard with all tokens written, and the block table; pages start as NaN.
+    def cache(self, interleave: Interleave, shard: int, *, with_new: bool = True) -> tuple[PagedCache, torch.Tensor]:
+        """Pages of one shard with the tokens written, and the block table; pages start as NaN.
 
         Blocks come in falling order, as a free list hands them out.
         """
         num_blocks = [interleave.num_virtual_blocks(request.num_tokens) for request in self.requests]
         table = torch.zeros(len(self.requests), max(num_blocks), dtype=torch.int32)
-        num_heads = self.keys[0].shape[1]
-        pages = torch.full(
-            (sum(num_blocks) + 1, num_heads, interleave.block_tokens, 2 * HEAD_SIZE), torch.nan, dtype=torch.float32
-        )
+        num_heads, size = self.entries[0].shape[1:]
+        pages = torch.full((sum(num_blocks) + 1, num_heads, interleave.block_tokens, size), torch.nan)
+        cached = PagedCache(pages.to(self.query.dtype), self.format)
         free = list(range(sum(num_blocks) + 1))
-        for index, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+        for index, (request, entries) in enumerate(zip(self.requests, self.entries, strict=True)):
             ids = [free.pop() for _ in range(num_blocks[index])]
             table[index, : len(ids)] = torch.tensor(ids)
-            slots = interleave.slot_mapping(np.arange(len(key)), ids, shard)
-            write_tokens(pages, torch.from_numpy(slots), key, value)
-        return pages, table
+            num_tokens = request.num_tokens if with_new else request.num_context
+            slots = interleave.slot_mapping(np.arange(num_tokens), ids, shard)
+            cached.write(torch.from_numpy(slots), entries[:num_tokens])
+        return cached, table
+
+    def slots(self, interleave: Interleave, shard: int, table: torch.Tensor) -> torch.Tensor:
+        """Flat slots of this step's tokens on a shard."""
+        pairs = zip(self.positions, table.numpy(), strict=True)
+        return torch.from_numpy(np.concatenate([interleave.slot_mapping(rows, ids, shard) for rows, ids in pairs]))
 
 
+def in_float64(format: EntryFormat) -> EntryFormat:
+    if isinstance(format, ExpandedLatent):
+        return replace(format, up_key=format.up_key.double(), up_value=format.up_value.double())
+    return format
+
+
+@cache
 def make_workload(
-    requests: tuple[Request, ...] = MIXED, *, num_heads: int = 8, num_kv_heads: int = 1, seed: int = 0
+    requests: tuple[Request, ...] = MIXED,
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int = 1,
+    kind: Kind = "gqa",
+    dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
-    def normal(num_rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(num_rows, heads, HEAD_SIZE, generator=generator)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
 
-    return Workload(
-        requests,
-        normal(sum(request.num_new for request in requests), num_heads),
-        tuple(normal(request.num_tokens, num_kv_heads) for request in requests),
-        tuple(normal(request.num_tokens, num_kv_heads) for request in requests),
-    )
+    entry_size = 2 * HEAD_SIZE if kind == "gqa" else LATENT + ROTARY
+    entries = tuple(normal(request.num_tokens, num_kv_heads, entry_size) for request in requests)
+    formats: dict[str, Any] = {
+        "gqa": (HEAD_SIZE, lambda: KeyValue(HEAD_SIZE, HEAD_SIZE, TILE_TOKENS)),
+        "latent": (LATENT + ROTARY, lambda: Latent(LATENT, TILE_TOKENS)),
+        "expanded": (
+            NOPE + ROTARY,
+            lambda: ExpandedLatent(
+                normal(num_heads, NOPE, LATENT) / 4, normal(num_heads, LATENT, VALUE) / 4, TILE_TOKENS
+            ),
+        ),
+    }
+    query_size, make_format = formats[kind]
+    query = normal(sum(request.num_new for request in requests), num_heads, query_size)
+    return Workload(requests, query, entries, make_format())
+
+
+@cache
+def answer(workload_key: tuple[Any, ...]) -> Partial:
+    """The answer of `make_workload` with these arguments, computed once."""
+    requests, num_heads, num_kv_heads, kind, dtype = workload_key
+    return make_workload(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, kind=kind, dtype=dtype).answer()
+
+
+def heads_of(rows: torch.Tensor, num_kv_heads: int, rank: int, num_ranks: int) -> torch.Tensor:
+    """A rank's query heads: its share of those of each KV head. rows [T, Hq, ...]."""
+    return rows.unflatten(1, (num_kv_heads, num_ranks, -1))[:, :, rank].flatten(1, 2)
+
+
+def format_of(format: EntryFormat, rank: int, num_ranks: int) -> EntryFormat:
+    """A format for a rank's query heads."""
+    if not isinstance(format, ExpandedLatent):
+        return format
+    up_key, up_value = (each.tensor_split(num_ranks)[rank] for each in (format.up_key, format.up_value))
+    return replace(format, up_key=up_key, up_value=up_value)

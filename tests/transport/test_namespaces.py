@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 import pytest
 
+from benchmarks import namespaces
+from benchmarks.namespaces import ADDRESSES, Cable
 from tests.transport.source_process import ROOT, SourceProcess
 
 NUM_BYTES = 24 << 20
 LIBRARIES = {"nixl": "nixl_cu12", "ucx": "ucxx"}
 """The transports that cross machines, with what has to be installed for each."""
 CAP_BIT_S = 10**9
-_ADDRESSES = ("10.213.77.1", "10.213.77.2")
 _READ = textwrap.dedent("""
     import json, sys, time
     import numpy as np
@@ -52,62 +51,14 @@ _READ = textwrap.dedent("""
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class Cable:
-    """Two namespaces and the names of the devices that join them."""
-
-    namespaces: tuple[str, str]
-    devices: tuple[str, str]
-
-    def inside(self, end: int) -> list[str]:
-        """What to put in front of a command that is to run at one end."""
-        return ["ip", "netns", "exec", self.namespaces[end]]
-
-    def cap(self, bit_s: int) -> None:
-        """Let each end send at most so much."""
-        for end, device in enumerate(self.devices):
-            shape = ["tbf", "rate", f"{bit_s}bit", "burst", "256kb", "latency", "50ms"]
-            run(*self.inside(end), "tc", "qdisc", "add", "dev", device, "root", *shape)
-
-    def lose(self, probability: float) -> None:
-        """Drop packets that arrive at either end."""
-        for end in range(2):
-            pick = ["-m", "statistic", "--mode", "random", "--probability", str(probability)]
-            run(*self.inside(end), "iptables", "-A", "INPUT", *pick, "-j", "DROP")
-
-    def num_lost(self) -> int:
-        """Packets dropped so far."""
-        listings = [run(*self.inside(end), "iptables", "-nvxL", "INPUT") for end in range(2)]
-        return sum(int(line.split()[0]) for text in listings for line in text.splitlines() if " DROP " in line)
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"not permitted here: {' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    missing = [tool for tool in ("ip", "tc", "iptables") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}; install iproute2 and iptables")
-    tag = uuid.uuid4().hex[:6]
-    cable = Cable((f"kvw-{tag}-0", f"kvw-{tag}-1"), (f"kvw{tag}0", f"kvw{tag}1"))
-    try:
-        for namespace in cable.namespaces:
-            run("ip", "netns", "add", namespace)
-        ends = [["name", device, "netns", space] for device, space in zip(cable.devices, cable.namespaces, strict=True)]
-        run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for end, (device, address) in enumerate(zip(cable.devices, _ADDRESSES, strict=True)):
-            run(*cable.inside(end), "ip", "address", "add", f"{address}/24", "dev", device)
-            for name in ("lo", device):
-                run(*cable.inside(end), "ip", "link", "set", name, "up")
-        yield cable
-    finally:
-        for namespace in cable.namespaces:  # its end of the cable goes with it
-            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+    with ExitStack() as stack:
+        try:
+            joined = stack.enter_context(namespaces.cable())
+        except namespaces.NotPermitted as error:
+            pytest.skip(str(error))
+        yield joined
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -117,7 +68,7 @@ def read_across(request: pytest.FixtureRequest, cable: Cable) -> Iterator[Callab
     sources: list[SourceProcess] = []
 
     def options(end: int) -> dict[str, object]:
-        return {"host": _ADDRESSES[end]} if request.param == "ucx" else {}
+        return {"host": ADDRESSES[end]} if request.param == "ucx" else {}
 
     def environment(end: int) -> dict[str, str]:
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": cable.devices[end], "PYTHONPATH": str(ROOT)}
@@ -150,8 +101,8 @@ def read_across(request: pytest.FixtureRequest, cable: Cable) -> Iterator[Callab
 
 def num_received(cable: Cable) -> int:
     """Bytes that came in at the reader's end."""
-    path = f"/sys/class/net/{cable.devices[1]}/statistics/rx_bytes"
-    return int(run(*cable.inside(1), "cat", path))
+    command = [*cable.inside(1), "cat", f"/sys/class/net/{cable.devices[1]}/statistics/rx_bytes"]
+    return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 def test_between_two_machines(cable: Cable, read_across: Callable[[], float]) -> None:
