@@ -72,7 +72,7 @@ def _command_in(home: str, name: str, help: str) -> Command:
 
 
 COMMANDS = (
-    _command_in("layouts.commands.plan", "plan", "show who sends what to whom between two layouts, and draw it"),
+    _command_in("transport.commands.plan_cost", "plan", "show who sends what to whom between two layouts, and draw it"),
     _command_in("layouts.commands.volume", "volume", "price a pair of layouts: bytes, blocks, messages, segments"),
     _command_in("layouts.commands.advise", "advise", "choose layouts for a model, its cards and its load"),
     _command_in("attention.crossover", "crossover", "show which prefill path is cheapest, and where that changes"),

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from layouts import Holding, ParallelLayout, TransferPlan, plan_transfer
-from transport.regions import Region
+from layouts import ParallelLayout, TransferPlan, plan_transfer
+from transport.regions import Region, regions_of_rank
 from transport.segments import Segments, lower_route
 
 Order = Literal["contiguous", "reversed", "shuffled"]
@@ -159,27 +159,6 @@ class Ends:
         return ids[::-1] if self.case.order == "reversed" else ids
 
     def _regions(self, layout: ParallelLayout, rank: int, address: int) -> dict[int, Region]:
+        sizes = self._num_blocks(layout), layout.block_tokens, self.case.token_bytes
         holding = layout.placement.holdings[rank]
-        return {
-            layer: self._region(layout, holding, layer, address)
-            for layer in range(holding.layers.start, holding.layers.stop)
-        }
-
-    def _region(self, layout: ParallelLayout, holding: Holding, layer: int, address: int) -> Region:
-        token = self.case.token_bytes
-        page = holding.heads.size * layout.block_tokens * token
-        num_blocks, local_layer = self._num_blocks(layout), layer - holding.layers.start
-        stock = self.case.pages == "stock"
-        return Region(
-            layer=layer,
-            heads=holding.heads,
-            base=address + local_layer * (num_blocks * page if stock else page),
-            num_blocks=num_blocks,
-            block_tokens=layout.block_tokens,
-            block_stride=page if stock else holding.layers.size * page,
-            head_stride=layout.block_tokens * token,
-            token_stride=token,
-            token_bytes=token,
-            page="plain",
-            device="cpu",
-        )
+        return regions_of_rank(holding, *sizes, address, layers_apart=self.case.pages == "stock")

@@ -97,9 +97,7 @@ class _Active:
     @property
     def moves_in_poll(self) -> bool:
         """Whether looking again at once would move bytes."""
-        return any(
-            read.transfer.moves_in_poll and read.transfer.state is TransferState.PENDING for read in self.reads
-        )
+        return any(read.transfer.moves_in_poll and read.transfer.state is TransferState.PENDING for read in self.reads)
 
     def stop(self, cause: str, detail: str) -> None:
         """Give up, but let the reads under way end by themselves for a while: forcing them is dear."""

@@ -19,9 +19,10 @@ from layouts import ConfigError
 from transport.base import MemoryMap, Peer, Transfer, Transport
 from transport.control import ControlClient
 from transport.control.keys import NodeKeys
-from transport.cost import PATHS, Path, ReadCost, ReadSize, measure_copy_s, measure_segment_s
+from transport.cost import PATHS, Path, ReadCost, ReadSize
 from transport.endpoint import Label
 from transport.errors import TransferFailed
+from transport.measure import measure_copy_s, measure_segment_s
 from transport.packing import Packer, PackerAddress
 from transport.regions import Memory
 from transport.segments import Segments

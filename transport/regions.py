@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from layouts import ConfigError, Span
+from layouts import ConfigError, Holding, Span
 
 PLAIN = "plain"
 _MAX_ADDRESS = 1 << 63
@@ -154,6 +154,33 @@ def region_of(tensor: Any, *, layer: int, heads: Span, page: str = PLAIN, block_
         device=str(tensor.device),
         page_tokens=page_tokens,
     )
+
+
+def regions_of_rank(
+    holding: Holding, num_blocks: int, block_tokens: int, token_bytes: int, base: int = 0, *, layers_apart: bool = False
+) -> dict[int, Region]:
+    """Regions by layer of a rank whose cache starts at address `base`, in one of vLLM's two common memory orders.
+
+    All layers of a block are adjacent (BLHNC), or, with `layers_apart`, all blocks of a layer are (LBHNC).
+    """
+    page_bytes = holding.heads.size * block_tokens * token_bytes
+    num_layers = holding.layers.size
+    return {
+        layer: Region(
+            layer=layer,
+            heads=holding.heads,
+            base=base + (layer - holding.layers.start) * page_bytes * (num_blocks if layers_apart else 1),
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            block_stride=page_bytes * (1 if layers_apart else num_layers),
+            head_stride=block_tokens * token_bytes,
+            token_stride=token_bytes,
+            token_bytes=token_bytes,
+            page=PLAIN,
+            device="cpu",
+        )
+        for layer in range(holding.layers.start, holding.layers.stop)
+    }
 
 
 def memory_of(tensors: Iterable[Any]) -> list[Memory]:

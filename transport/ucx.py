@@ -3,6 +3,10 @@
 It looks one-sided and is two-sided: a thread of the source answers requests (see ucx_source.py) with messages of at
 most one slice. Many small segments travel in one message, gathered and scattered through staging memory; a message
 that is one piece at an end is sent from, or received into, that piece. The reader's side does all its work in poll.
+
+A process of the same host is watched through its number and start time, any other one through UCX and by asking it.
+Between processes of one host bytes take loopback TCP, at about a sixth of the speed of NIXL on the same machine; where
+both may read each other's memory, transport `cma` is the one to use (see ucx_worker.py for why UCX's is not).
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ DEFAULT_SLICE_BYTES = 4 << 20
 
 
 class UcxTransport(Transport):
-    """Reads over whatever UCX finds: shared memory, RDMA, TCP.
+    """Reads over the networks that UCX finds: RDMA, TCP.
 
     `host` is the address of this machine that peers reach it by; only its interface is used. `staging_bytes` bounds
     the memory for packed moves, on each device and for each direction; it is allocated when first needed.

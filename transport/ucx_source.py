@@ -158,7 +158,7 @@ class Source:
             return
         session = self._sessions.get(message.session)
         if isinstance(message, Hello):
-            self._welcome(message)
+            self._welcome(message, session)
         elif session is None:
             logger.debug("a message of a session that has ended came in over UCX")
         elif isinstance(message, Bye):
@@ -175,8 +175,8 @@ class Source:
             logger.warning("reader %s asked for what it cannot have: %s", session.reader, error)
             self._reply(session, Refused(session.session, ask.tag, str(error)[:1024]))
 
-    def _welcome(self, hello: Hello) -> None:
-        session = self._sessions.get(hello.session) or self._open(hello)
+    def _welcome(self, hello: Hello, session: _Session | None) -> None:
+        session = session or self._open(hello)
         if session is not None:
             self._reply(session, Welcome(hello.session))
 

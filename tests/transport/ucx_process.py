@@ -1,7 +1,4 @@
-"""The other end of a transfer over UCX, in a process of its own; forked where torch is loaded already.
-
-Byte i of what a source offers is (i * 7 + seed) mod 251 + 1, never 0.
-"""
+"""The other end of a transfer over UCX, in a process of its own; forked where torch is loaded already."""
 
 from __future__ import annotations
 
@@ -14,17 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from tests.transport.source_process import content
 from transport import Memory, Segments, Transfer, TransferState, UcxTransport, ucx_reader, ucx_source
 
-SIZE = 32 << 20
+SIZE = 16 << 20
 TRANSPORT_MODULES = ucx_reader, ucx_source  # imported before any process is forked, because that takes long
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
-
-
-def content(num_bytes: int, seed: int) -> np.ndarray:
-    return ((np.arange(num_bytes, dtype=np.int64) * 7 + seed) % 251 + 1).astype(np.uint8)
 
 
 def finish(transfer: Transfer, timeout_s: float = 60.0) -> TransferState:
@@ -78,8 +72,8 @@ class Source(Other):
 class RestlessReader(Other):
     """A process that reads from a source again and again."""
 
-    def __init__(self, source: Source, piece: int, tls: str) -> None:
-        super().__init__(_read_on, source.endpoint, source.address, piece, tls=tls)
+    def __init__(self, endpoint: bytes, address: int, piece: int, tls: str) -> None:
+        super().__init__(_read_on, endpoint, address, piece, tls=tls)
         assert self.pipe.recv() == "reading"
 
 
