@@ -30,8 +30,8 @@ SOURCE = [sys.executable, "-m", "benchmarks.transfer_source"]
 READER = [sys.executable, "-m", "benchmarks.transfer_reader"]
 NETWORKS = {
     "host": ("cma", "nixl"),
-    "tcp": ("nixl", "ucx"),
-    "veth": ("nixl", "ucx"),
+    "tcp": ("nixl",),
+    "veth": ("nixl",),
 }
 """Processes of one host with all that UCX has there, the same over TCP alone, and two namespaces with a slow cable;
 with the transports that are timed there."""
