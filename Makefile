@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 LAWS := tests/layouts tests/benchmarks tests/test_command_line.py
 TYPED := layouts transport attention connector kvweave.py examples benchmarks tools
 
-.PHONY: help setup demo test lint types unit laws test-exhaustive nodes clean
+.PHONY: help setup demo test lint types unit laws test-exhaustive nodes test-chaos clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,11 @@ test-exhaustive: setup  ## the laws of layouts over their whole domain (about 15
 	$(RUN) -m pytest -q -m exhaustive tests/layouts
 
 nodes: setup  ## tests that start real vLLM nodes
-	$(RUN) -m pytest -q -m vllm
+	$(RUN) -m pytest -q -m vllm --ignore=tests/chaos
+
+test-chaos: setup  ## life-cycle cases on real nodes, then a soak of 2,000 requests under 20 blows (about an hour)
+	timeout 3600 $(RUN) -m pytest -q tests/chaos/test_cases.py
+	timeout 5400 $(RUN) -m tests.chaos.soak --requests 2000 --events 20
 
 clean:  ## remove caches, logs and builds (keeps .venv and .cache)
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist logs *.egg-info

@@ -5,7 +5,7 @@ only while `progress` runs. Knows addresses and devices; knows nothing of what t
 the first worker starts.
 
 Endpoints ask UCX to handle the death of their peer, which it does over networks. Its shared memory is left out: there
-UCX can overlook a death, and with that handling it copies through a queue, seen to be slower than loopback TCP.
+UCX can overlook a death, and with that handling copies through a queue, seen to be no faster than loopback TCP.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from transport.endpoint import decode_endpoint, encode_endpoint
 
 pytest.importorskip("ucxx")
 
-from tests.transport.ucx_process import SIZE, RestlessReader, Source, content, every_second, finish
+from tests.transport.ucx_process import SIZE, RestlessReader, Source, every_second, finish
 from transport import ucx_reader, ucx_worker
 from transport.process import Process
 from transport.ucx_messages import Ask, Offer, decode_to_source, encode
@@ -30,32 +30,27 @@ from transport.ucx_messages import Ask, Offer, decode_to_source, encode
 SMALL_SLICES = {"staging_bytes": 1 << 20, "slice_bytes": 128 << 10}
 NOTICED_S = 5.0
 """A process that dies must be noticed within this time."""
+ELSEWHERE = Process("a host that is not this one", 1, 1)
 
 
-@pytest.fixture(params=["", "tcp,self"], ids=["all", "tcp"], scope="module")
-def tls(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Over whatever UCX chooses (shared memory), and as between machines."""
-    name: str = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ucx_reader, "CONNECT_S", 60.0)  # other processes are slow on a machine full of tests
-        if name:
-            patch.setenv("UCX_TLS", name)
-        yield name
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_reader, "CONNECT_S", 60.0)  # other processes are slow on a machine full of tests
 
 
 @pytest.fixture(scope="module")
-def source(tls: str) -> Iterator[Source]:
+def source() -> Iterator[Source]:
     """A source that nobody hurts."""
-    source = Source(1, tls)
+    source = Source(1)
     yield source
     assert source.process.is_alive()
     source.end()
 
 
 @pytest.fixture
-def doomed(tls: str) -> Iterator[Source]:
+def doomed() -> Iterator[Source]:
     """A source to kill, stop or close."""
-    source = Source(2, tls)
+    source = Source(2)
     yield source
     source.end()
 
@@ -66,11 +61,12 @@ class Reader:
     def __init__(self, transport: UcxTransport) -> None:
         self.transport = transport
         self.buffer = np.zeros(SIZE, np.uint8)
-        transport.register([Memory(int(self.buffer.ctypes.data), SIZE)])
+        self.address = int(self.buffer.ctypes.data)
+        transport.register([Memory(self.address, SIZE)])
 
-    def read(self, peer: Peer, source: Source, piece: int = 16 << 10) -> Transfer:
+    def read(self, peer: Peer, source: Source | Reader, piece: int = 16 << 10) -> Transfer:
         """Read every second piece of the source."""
-        return self.transport.read(peer, every_second(source.address, int(self.buffer.ctypes.data), piece))
+        return self.transport.read(peer, every_second(source.address, self.address, piece))
 
     def assert_reads(self, source: Source, piece: int = 16 << 10) -> None:
         """All of the source can be read, and nothing beside it is written."""
@@ -90,13 +86,13 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tls: str) -> Iterator[Reader]:
+def reader() -> Iterator[Reader]:
     with UcxTransport() as transport:
         yield Reader(transport)
 
 
 @pytest.fixture
-def slow_reader(tls: str) -> Iterator[Reader]:
+def slow_reader() -> Iterator[Reader]:
     """One that asks for little at a time, so that a read can be met half-way."""
     with UcxTransport(**SMALL_SLICES) as transport:
         yield Reader(transport)
@@ -144,7 +140,7 @@ def test_the_source_gives_only_registered_memory(reader: Reader, source: Source,
     described = decode_endpoint(source.endpoint, "ucx")
     boundless = encode_endpoint("ucx", described.name, [Memory(0, 1 << 61)], described.metadata)
     peer = reader.transport.attach(boundless)
-    base, n = int(reader.buffer.ctypes.data), 16 << 10
+    base, n = reader.address, 16 << 10
     for starts in ([shift], [0, shift]):
         pieces = Segments.of(source.address + np.array(starts), base + np.arange(len(starts)) * n, n)
         with reader.transport.read(peer, pieces) as transfer:
@@ -154,7 +150,7 @@ def test_the_source_gives_only_registered_memory(reader: Reader, source: Source,
     reader.assert_reads(source)
 
 
-def test_more_than_a_slice_at_once_is_refused(tls: str, source: Source) -> None:
+def test_more_than_a_slice_at_once_is_refused(source: Source) -> None:
     with UcxTransport(slice_bytes=8 << 20) as transport:
         larger = Reader(transport)
         peer = transport.attach(_with_offer(source.endpoint, slice_bytes=1 << 30))
@@ -163,7 +159,6 @@ def test_more_than_a_slice_at_once_is_refused(tls: str, source: Source) -> None:
     assert "one message has 1 to" in transfer.cause
 
 
-@pytest.mark.parametrize("tls", ["tcp,self"], indirect=True)
 def test_garbage_at_the_port_disturbs_nobody(reader: Reader, source: Source) -> None:
     ports = _listening_ports(source.pid)
     assert ports
@@ -238,8 +233,7 @@ def test_a_silent_source_is_given_up(
     reader: Reader, doomed: Source, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(ucx_reader, limit, 1.0)
-    elsewhere = Process("a host that is not this one", 1, 1)
-    endpoint = _with_offer(doomed.endpoint, process=elsewhere) if limit == "SILENT_S" else doomed.endpoint
+    endpoint = _with_offer(doomed.endpoint, process=ELSEWHERE) if limit == "SILENT_S" else doomed.endpoint
     peer = reader.transport.attach(endpoint)
     doomed.send_signal(signal.SIGSTOP)
     with reader.read(peer, doomed) as transfer:
@@ -248,7 +242,7 @@ def test_a_silent_source_is_given_up(
 
 
 @pytest.fixture
-def own_source(tls: str) -> Iterator[Reader]:
+def own_source() -> Iterator[Reader]:
     """A source in this process, where its staging memory can be seen."""
     with UcxTransport(**SMALL_SLICES) as transport:
         transport.endpoint()
@@ -258,30 +252,25 @@ def own_source(tls: str) -> Iterator[Reader]:
 def test_a_busy_source_is_not_given_up(own_source: Reader, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """One on another host, with no memory left to send from: it answers when it is asked whether it lives."""
     monkeypatch.setattr(ucx_reader, "SILENT_S", 2.0)
-    endpoint = _with_offer(own_source.transport.endpoint(), process=Process("a host that is not this one", 1, 1))
+    endpoint = _with_offer(own_source.transport.endpoint(), process=ELSEWHERE)
     peer = reader.transport.attach(endpoint)
     staging = own_source.transport._source._staging_on("cpu")  # type: ignore[union-attr]
-    slices = [staging.take() for _ in range(staging.num_slices)]
-    pieces = every_second(int(own_source.buffer.ctypes.data), int(reader.buffer.ctypes.data), 16 << 10)
-    with reader.transport.read(peer, pieces) as transfer:
+    slices = [slice_ for _ in range(staging.num_slices) if (slice_ := staging.take())]
+    with reader.read(peer, own_source) as transfer:
         assert finish(transfer, 3.0) is TransferState.PENDING
         for slice_ in slices:
-            assert slice_ is not None
             staging.give_back(slice_)
         assert finish(transfer) is TransferState.DONE
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_dies_or_stops_does_not_hurt_others(
-    own_source: Reader, reader: Reader, tls: str, end: signal.Signals
+    own_source: Reader, reader: Reader, end: signal.Signals
 ) -> None:
-    address = int(own_source.buffer.ctypes.data)
-    own_source.buffer[:] = content(SIZE, 0)
     peer = reader.transport.attach(own_source.transport.endpoint())
-    other = RestlessReader(own_source.transport.endpoint(), address, 4 << 10, tls)
+    other = RestlessReader(own_source.transport.endpoint(), own_source.address, 4 << 10)
     other.send_signal(end)
-    pieces = every_second(address, int(reader.buffer.ctypes.data), 16 << 10)
-    with reader.transport.read(peer, pieces) as transfer:
+    with reader.read(peer, own_source) as transfer:
         assert (finish(transfer), transfer.cause) == (TransferState.DONE, "")
     other.end()
     staging = own_source.transport._source._staging_on("cpu")  # type: ignore[union-attr]
@@ -301,9 +290,8 @@ def test_closing_the_source_fails_its_readers(reader: Reader, doomed: Source) ->
 
 
 def test_many_transfers_leave_nothing_behind(reader: Reader, source: Source) -> None:
-    base = int(reader.buffer.ctypes.data)
     start_at = np.arange(0, 1 << 20, 16 << 10, dtype=np.int64)
-    pieces = Segments.of(source.address + start_at, base + start_at[::-1], 16 << 10)
+    pieces = Segments.of(source.address + start_at, reader.address + start_at[::-1], 16 << 10)
 
     def read(times: int) -> None:
         for number in range(times):
@@ -332,16 +320,11 @@ def _usage(pid: int) -> tuple[int, int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threads
 
 
-def test_closing_releases_threads_and_descriptors(tls: str) -> None:
+def test_closing_releases_threads_and_descriptors() -> None:
     def once() -> None:
         with UcxTransport() as source, UcxTransport() as target:
-            buffer = content(1 << 20, 0)
-            here = np.zeros(1 << 20, np.uint8)
-            source.register([Memory(int(buffer.ctypes.data), len(buffer))])
-            target.register([Memory(int(here.ctypes.data), len(here))])
-            peer = target.attach(source.endpoint())
-            pieces = Segments.of([buffer.ctypes.data], [here.ctypes.data], [len(here)])
-            with target.read(peer, pieces) as transfer:
+            there, here = Reader(source), Reader(target)
+            with here.read(target.attach(source.endpoint()), there) as transfer:
                 assert finish(transfer) is TransferState.DONE
 
     for _ in range(2):

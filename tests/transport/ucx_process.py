@@ -35,11 +35,11 @@ def every_second(source: int, target: int, piece: int) -> Segments:
 
 
 class Other:
-    """A running process; `tls` is its UCX_TLS."""
+    """A running process."""
 
-    def __init__(self, work: Any, *arguments: object, tls: str) -> None:
+    def __init__(self, work: Any, *arguments: object) -> None:
         self.pipe, there = _processes.Pipe()
-        self.process = _processes.Process(target=_run, args=(tls, work, there, *arguments), daemon=True)
+        self.process = _processes.Process(target=work, args=(there, *arguments), daemon=True)
         self.process.start()
         there.close()
 
@@ -63,8 +63,8 @@ class Other:
 class Source(Other):
     """A process that offers `content(SIZE, seed)` until `pipe` is closed."""
 
-    def __init__(self, seed: int, tls: str) -> None:
-        super().__init__(_offer, seed, tls=tls)
+    def __init__(self, seed: int) -> None:
+        super().__init__(_offer, seed)
         self.content = content(SIZE, seed)
         self.endpoint, self.address = self.pipe.recv()
 
@@ -72,15 +72,9 @@ class Source(Other):
 class RestlessReader(Other):
     """A process that reads from a source again and again."""
 
-    def __init__(self, endpoint: bytes, address: int, piece: int, tls: str) -> None:
-        super().__init__(_read_on, endpoint, address, piece, tls=tls)
+    def __init__(self, endpoint: bytes, address: int, piece: int) -> None:
+        super().__init__(_read_on, endpoint, address, piece)
         assert self.pipe.recv() == "reading"
-
-
-def _run(tls: str, work: Any, pipe: Connection, *arguments: Any) -> None:
-    if tls:
-        os.environ["UCX_TLS"] = tls
-    work(pipe, *arguments)
 
 
 def _offer(pipe: Connection, seed: int) -> None:
