@@ -36,9 +36,6 @@ DEFAULTS = {
 }
 """UCX settings, without `UCX_`, for those that the environment does not give."""
 
-_FIELD_FLAGS, _CLOSE_BY_FORCE = 1 << 4, 1 << 0  # ucp.h
-_LAST_ERROR = (1 << 64) - 100  # status codes are negative numbers where a pointer to a request could be
-_force = struct.pack("=II", _FIELD_FLAGS, _CLOSE_BY_FORCE).ljust(256, b"\0")  # ucp_request_param_t
 _SIOCGIFADDR = 0x8915
 _INTERFACE_NAME_BYTES = 16
 
@@ -84,13 +81,13 @@ class Worker:
         return self._worker.create_endpoint_from_worker_address(remote, True)
 
     def close(self, endpoint: Endpoint) -> None:
-        """Cut a connection, once: its requests complete in one of the next calls of `progress`."""
+        """Cut a connection, once: its requests complete in one of the next calls of `progress`.
+
+        One that UCX has given up already is left alone: UCXX counts it as closed, and closing it beside UCXX brought
+        the process down.
+        """
         if endpoint.alive:
             endpoint.close_blocking()
-        else:  # UCXX takes it for closed then, but UCX keeps it
-            request = _ucp().ucp_ep_close_nbx(endpoint.handle, _force)
-            if request is not None and request < _LAST_ERROR:
-                _ucp().ucp_request_free(request)
 
     def send(self, endpoint: Endpoint, memory: Memory, tag: int) -> Request:
         """Start to send memory, which must stay as it is until the request has completed."""
@@ -190,16 +187,6 @@ def _load_ucxx() -> ModuleType:
         for name in os.environ.keys() - before.keys():
             if name.startswith("UCX_"):
                 del os.environ[name]
-
-
-@cache
-def _ucp() -> ctypes.CDLL:
-    """The UCX library that UCXX has loaded."""
-    ucp = ctypes.CDLL("libucp.so.0")
-    ucp.ucp_ep_close_nbx.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    ucp.ucp_ep_close_nbx.restype = ctypes.c_void_p
-    ucp.ucp_request_free.argtypes = [ctypes.c_void_p]
-    return ucp
 
 
 def _devices_of(host: str) -> list[str]:

@@ -84,3 +84,13 @@ def test_tokens_are_read_from_any_place(start: int, stop: int) -> None:
     workload = make_workload((Request(11, 1),), num_kv_heads=2)
     cache, table = workload.cache(Interleave(1, 1, 4), 0)
     assert torch.equal(cache.entries(table[0], start, stop), workload.entries[0][start:stop])
+
+
+@pytest.mark.parametrize("num_layers", [1, 4], ids=["a layer alone", "all layers of a block adjacent"])
+def test_reading_a_few_blocks_does_not_copy_the_others(num_layers: int) -> None:
+    pages = torch.empty(1 << 14, num_layers, 2, 16, 128)[:, 0]  # 256 MiB in this layer, hardly any of it touched
+    cache, blocks = PagedCache(pages, KeyValue(64, 64)), torch.arange(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        entries = cache.entries(blocks, 5, 50)
+    assert entries.shape == (45, 2, 128)
+    assert max(event.cpu_memory_usage for event in profile.key_averages()) < 4 << 20
