@@ -1,4 +1,4 @@
-"""The exhaustive marker, and the number of cases that the laws were checked for."""
+"""The exhaustive marker, and the number of cases that laws and grids were checked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CASES = pytest.StashKey[Counter[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "exhaustive: the whole domain of a law (minutes; `make test-exhaustive`)")
+    config.addinivalue_line("markers", "exhaustive: the whole domain of a law or grid (minutes; `make test-exhaustive`)")
     config.stash[CASES] = Counter()
 
 
@@ -29,16 +29,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     cases = config.stash[CASES]
     if cases:
         counts = ", ".join(f"{number:,} {kind}" for kind, number in sorted(cases.items()))
-        terminalreporter.write_line(f"layout laws checked for {counts}")
+        terminalreporter.write_line(f"cases checked: {counts}")
 
 
 @pytest.fixture
-def count(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None]]:
-    """Call it with a kind for each case checked; the sums are printed at the end of the session."""
+def count(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """Call it with a kind, and a number if not one, of cases checked; the sums are printed at the end."""
     cases: Counter[str] = Counter()
 
-    def add(kind: str) -> None:
-        cases[kind] += 1
+    def add(kind: str, number: int = 1) -> None:
+        cases[kind] += number
 
     yield add
     request.config.stash[CASES].update(cases)
