@@ -11,7 +11,9 @@ CASES = pytest.StashKey[Counter[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "exhaustive: the whole domain of a law or grid (minutes; `make test-exhaustive`)")
+    config.addinivalue_line(
+        "markers", "exhaustive: the whole domain of a law or grid (minutes; `make test-exhaustive`)"
+    )
     config.stash[CASES] = Counter()
 
 
