@@ -36,7 +36,7 @@ class WeaveConfig:
     read_timeout_s: float = 60.0
     """How long one rank's reads may take before the load fails."""
     transport: str = "auto"
-    """What moves the bytes: nixl, ucx, cma (one host), or auto: cma where both ends share a host, else nixl or ucx."""
+    """What moves the bytes: nixl, ucx, cma (one host), or auto: cma where both ends share a host, else nixl."""
     nixl_backend: str = "UCX"
     """NIXL backend, where the transport is nixl."""
     read_path: str = "auto"

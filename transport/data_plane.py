@@ -32,8 +32,9 @@ from transport.unpacking import Unpacker
 log = logging.getLogger(__name__)
 
 
-AUTO = (("cma",), ("nixl", "ucx"))
-"""What "auto" stands for: of each group the first transport that works here. The first is for peers on one host."""
+AUTO = (("cma",), ("nixl",))
+"""What "auto" stands for: of each group the first transport that works here. The first is for peers on one host. `ucx`
+has to be asked for, see its module."""
 
 
 ReadPath = Path | Literal["auto"]

@@ -7,6 +7,10 @@ that is one piece at an end is sent from, or received into, that piece. The read
 A process of the same host is watched through its number and start time, any other one through UCX and by asking it.
 Between processes of one host bytes take loopback TCP, at about a sixth of the speed of NIXL on the same machine; where
 both may read each other's memory, transport `cma` is the one to use (see ucx_worker.py for why UCX's is not).
+
+Known fault: with UCXX 0.52 and UCX 1.21 a reader whose source is killed while bytes are under way can be brought down
+by a segmentation fault inside UCX (seen in about one of fifty such deaths on a loaded machine). So "auto" leaves this
+transport out.
 """
 
 from __future__ import annotations

@@ -308,6 +308,8 @@ def test_more_bytes_than_31_bits_count(kind: str, start: Callable[..., list[Sour
 
 
 def test_a_killed_source_fails_and_others_go_on(kind: str, start: Callable[..., list[SourceProcess]]) -> None:
+    if kind == "ucx":
+        pytest.skip('UCX can bring the reader down with the source: see "Known fault" in transport/ucx.py')
     num_bytes = 32 << 20
     pattern = Segments.of(np.arange(0, num_bytes, 32768), np.arange(0, num_bytes, 32768), 16384)
     (doomed, alive), reader = start(num_bytes, 2), Reader(kind, num_bytes)
