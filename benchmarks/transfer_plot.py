@@ -15,7 +15,6 @@ COLORS = {
     "blocks": "#b07d2b",
     "cma": "#1b7f5c",
     "nixl": "#2b6cb0",
-    "ucx": "#7a4fa3",
 }
 LABELS = {
     "raw": "NIXL, pieces of 1 MiB",
@@ -24,7 +23,6 @@ LABELS = {
     "blocks": "block by block (NixlConnector's way)",
     "cma": "kvweave, cma",
     "nixl": "kvweave, nixl",
-    "ucx": "kvweave, ucx",
 }
 
 

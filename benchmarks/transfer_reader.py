@@ -122,7 +122,7 @@ class Ways:
             found["blocks, merged by NIXL"] = partial(stock, blocks, num_threads=CONNECTOR_THREADS, merge=True)
         for name in self.order.transports:
             found[name] = partial(_timed, self._ours(name, "auto"))
-            for path in self.order.paths if name != "ucx" else ():
+            for path in self.order.paths:
                 found[f"{name}, {path}"] = partial(_timed, self._ours(name, path))
         return found
 

@@ -10,7 +10,7 @@ import base64
 import json
 import os
 import sys
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -36,7 +36,7 @@ def main() -> None:
     options = ReadOptions(staging_bytes=order["staging_bytes"])
     planes: dict[str, DataPlane] = {}
     for name in TRANSPORTS:
-        plane = DataPlane([[create_transport(name, **_options(name, order))]], options, order["host"])
+        plane = DataPlane([[create_transport(name)]], options, order["host"])
         plane.start(memory_of(caches))
         planes[name] = plane
     answer = {
@@ -48,10 +48,6 @@ def main() -> None:
     sys.stdin.read()
     for plane in planes.values():
         plane.close()
-
-
-def _options(name: str, order: dict[str, Any]) -> dict[str, Any]:
-    return {"host": order["host"]} if name == "ucx" else {}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class WeaveConfig:
     read_timeout_s: float = 60.0
     """How long one rank's reads may take before the load fails."""
     transport: str = "auto"
-    """What moves the bytes: nixl, ucx, cma (one host), or auto: cma where both ends share a host, else nixl."""
+    """What moves the bytes: nixl, cma (one host), or auto: cma where both ends share a host, else nixl."""
     nixl_backend: str = "UCX"
     """NIXL backend, where the transport is nixl."""
     read_path: str = "auto"
@@ -74,7 +74,6 @@ class WeaveConfig:
         """What `DataPlane` takes: groups of alternatives, not started."""
         options: dict[str, dict[str, Any]] = {
             "nixl": {"backend": self.nixl_backend},
-            "ucx": {"host": self.host, "staging_bytes": self.staging_mib << 20},
         }
         groups = AUTO if self.transport == "auto" else ((self.transport,),)
         return [[create_transport(name, **options.get(name, {})) for name in group] for group in groups]

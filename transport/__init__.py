@@ -13,7 +13,6 @@ from transport.memory import MemoryTransport
 from transport.nixl import NixlTransport
 from transport.regions import Memory, Region, memory_of, region_of
 from transport.segments import Segments, lower_route
-from transport.ucx import UcxTransport
 
 __all__ = [
     "TRANSPORTS",
@@ -31,16 +30,13 @@ __all__ = [
     "TransferState",
     "Transport",
     "TransportError",
-    "UcxTransport",
     "create_transport",
     "lower_route",
     "memory_of",
     "region_of",
 ]
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    kind.kind: kind for kind in (CmaTransport, MemoryTransport, NixlTransport, UcxTransport)
-}
+TRANSPORTS: dict[str, type[Transport]] = {kind.kind: kind for kind in (CmaTransport, MemoryTransport, NixlTransport)}
 
 
 def create_transport(name: str, **options: Any) -> Transport:

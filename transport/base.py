@@ -191,8 +191,6 @@ class Transport(ABC):
     """
 
     kind: ClassVar[str]
-    packs_itself: ClassVar[bool] = False
-    """Whether reads cost the same however small their segments are, because the transport packs them."""
 
     def __init__(self) -> None:
         self._started = False

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 
 
 AUTO = (("cma",), ("nixl",))
-"""What "auto" stands for: of each group the first transport that works here. The first is for peers on one host. `ucx`
-has to be asked for, see its module."""
+"""What "auto" stands for: of each group the first transport that works here. The first is for peers on one host."""
 
 
 ReadPath = Path | Literal["auto"]
@@ -219,8 +218,6 @@ class DataPlane:
 
     def _path(self, link: Link, segments: Segments) -> Path:
         """The path that is configured, or the cheapest, of those that this link has."""
-        if link.transport.packs_itself:
-            return "direct"
         paths = PATHS if link.packer is not None else ("direct", "scatter")
         if self._options.path in paths:
             return self._options.path

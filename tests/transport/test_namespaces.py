@@ -16,11 +16,11 @@ from contextlib import ExitStack
 import pytest
 
 from benchmarks import namespaces
-from benchmarks.namespaces import ADDRESSES, Cable
+from benchmarks.namespaces import Cable
 from tests.transport.source_process import ROOT, SourceProcess
 
 NUM_BYTES = 24 << 20
-LIBRARIES = {"nixl": "nixl_cu12", "ucx": "ucxx"}
+LIBRARIES = {"nixl": "nixl_cu12"}
 """The transports that cross machines, with what has to be installed for each."""
 CAP_BIT_S = 10**9
 _READ = textwrap.dedent("""
@@ -68,7 +68,7 @@ def read_across(request: pytest.FixtureRequest, cable: Cable) -> Iterator[Callab
     sources: list[SourceProcess] = []
 
     def options(end: int) -> dict[str, object]:
-        return {"host": ADDRESSES[end]} if request.param == "ucx" else {}
+        return {}
 
     def environment(end: int) -> dict[str, str]:
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": cable.devices[end], "PYTHONPATH": str(ROOT)}
