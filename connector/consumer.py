@@ -255,7 +255,7 @@ class Consumer:
                 self._ask_or_give_up(request_id, claim)
         except ProtocolError as error:
             self._decline(request_id, "malformed", str(error))
-        except Exception as error:
+        except Exception as error:  # vLLM's engine thread: whatever escapes here ends the engine, not one load
             log.exception("opening a lease failed in an unexpected way request=%s peer=%s", request_id, claim.peer)
             if claim.load.allows(Event.DECLINED):
                 self._decline(request_id, "internal", repr(error))

@@ -227,7 +227,7 @@ class LoadRunner:
             self._fail(job, "malformed", str(error))
         except ConfigError as error:
             self._fail(job, "incompatible", str(error))
-        except Exception as error:
+        except Exception as error:  # the net of the thread cannot tell whose load it was, and that load would hang
             log.exception("load failed in an unexpected way request=%s rank=%d", job.request_id, self._rank)
             self._fail(job, "internal", repr(error))
 
