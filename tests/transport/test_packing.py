@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layouts import ParallelLayout, plan_transfer
+from tests.transport.packing_ends import SIZE, SLICE, Source, Target
 from tests.transport.source_process import content
 from transport import (
     Memory,
-    MemoryTransport,
     Peer,
     Region,
     Segments,
@@ -32,15 +31,13 @@ from transport import (
 )
 from transport.base import MemoryMap
 from transport.control import ControlClient
-from transport.control.messages import MAX_PIECES, Gather, Gathered, GiveBack, Ok, Refused, Renew, Reply, Request
+from transport.control.messages import Gather, Request
 from transport.memory import Fault
 from transport.packing import Packer, PackerAddress
 from transport.staging import Slice, Staging
 from transport.unpacking import Unpacker, cut_slices
 
 ROOT = Path(__file__).parents[2]
-SIZE = 1 << 20
-SLICE = 64 << 10
 
 
 def finish(transfer: Transfer, timeout_s: float = 30.0) -> TransferState:
@@ -55,80 +52,6 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "nothing changed"
         time.sleep(0.001)
-
-
-class Source:
-    """A cache that others read from, with its packer."""
-
-    def __init__(self, size: int = SIZE, num_slices: int = 4, hold_s: float = 30.0) -> None:
-        self.buffer = np.random.default_rng(1).integers(0, 256, size).astype(np.uint8)
-        self.address = int(self.buffer.ctypes.data)
-        self.staging = Staging(num_slices * SLICE, SLICE)
-        self.transport = MemoryTransport()
-        self.transport.start()
-        self.transport.register([Memory(self.address, size), self.staging.memory])
-        self.packer = Packer("127.0.0.1", self.staging, [Memory(self.address, size)], hold_s=hold_s)
-        self.packer.start()
-
-    def close(self) -> None:
-        self.transport.close()
-        self.packer.close()
-
-
-class Target:
-    """A cache that is read into."""
-
-    def __init__(self, client: ControlClient, size: int = SIZE, num_slices: int = 4) -> None:
-        self.buffer = np.random.default_rng(2).integers(0, 256, size).astype(np.uint8)
-        self.address = int(self.buffer.ctypes.data)
-        self.staging = Staging(num_slices * SLICE, SLICE)
-        self.client = client
-        self.transport = MemoryTransport()
-        self.transport.start()
-        self.transport.register([Memory(self.address, size), self.staging.memory])
-        self.woken = threading.Event()
-        self.copier = ThreadPoolExecutor(1)
-
-    def unpacker(self, timeout_s: float = 10.0) -> Unpacker:
-        memory = MemoryMap([Memory(self.address, len(self.buffer))])
-        return Unpacker(self.client, self.staging, memory, self.woken.set, self.copier, timeout_s=timeout_s)
-
-    def read(
-        self,
-        source: Source,
-        pattern: Segments,
-        timeout_s: float = 10.0,
-        faults: tuple[Fault, ...] = (),
-        path: str = "gather and scatter",
-    ) -> Transfer:
-        """Read offsets of the source's buffer to offsets of one's own; the n-th slice takes the n-th fault."""
-        self.transport._faults.extend(faults)
-        segments = Segments(pattern.source + source.address, pattern.target + self.address, pattern.length)
-        peer = self.transport.attach(source.transport.endpoint())
-        packer = source.packer.address if "gather" in path else None
-        return self.unpacker(timeout_s).read(self.transport, peer, packer, segments, scatters="scatter" in path)
-
-
-@pytest.fixture
-def client() -> Iterator[ControlClient]:
-    client = ControlClient()
-    client.start()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def source() -> Iterator[Source]:
-    source = Source()
-    yield source
-    source.close()
-
-
-@pytest.fixture
-def target(client: ControlClient) -> Iterator[Target]:
-    target = Target(client)
-    yield target
-    target.transport.close()
 
 
 def expected(pattern: Segments, source: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -408,93 +331,6 @@ def test_a_slice_kept_too_long_does_not_count(client: ControlClient) -> None:
         assert "expired" in transfer.cause
     for node in (slow.transport, quick.transport, source):
         node.close()
-
-
-def ask(source: Source, client: ControlClient, message: Request) -> Reply:
-    return client.request(source.packer.address.control, message, 10.0).result()
-
-
-def gather_of(source: Source, addresses: list[int], lengths: list[int], reader: str = "reader") -> Gather:
-    return Gather(
-        source.packer.address.access,
-        reader,
-        np.array(addresses, "<i8").tobytes(),
-        np.array(lengths, "<i8").tobytes(),
-    )
-
-
-def test_a_reader_that_dies_loses_its_slices(client: ControlClient) -> None:
-    source = Source(num_slices=2, hold_s=0.2)
-    one = gather_of(source, [source.address], [16])
-    assert [type(ask(source, client, one)) for _ in range(3)] == [Gathered, Gathered, Refused]
-    time.sleep(0.3)
-    assert isinstance(ask(source, client, gather_of(source, [source.address], [16], "another")), Gathered)
-    source.close()
-    assert source.staging.num_free == 2
-
-
-def test_a_reader_that_talks_keeps_its_slices(client: ControlClient) -> None:
-    source = Source(num_slices=2, hold_s=0.3)
-    access = source.packer.address.access
-    first = ask(source, client, gather_of(source, [source.address], [16]))
-    assert isinstance(first, Gathered)
-    for _ in range(4):
-        time.sleep(0.15)
-        assert ask(source, client, GiveBack(access, "reader", [])) == Ok()
-    assert ask(source, client, GiveBack(access, "reader", [first.slice_id])) == Ok()
-    source.close()
-
-
-def test_slices_belong_to_their_reader(source: Source, client: ControlClient) -> None:
-    access = source.packer.address.access
-    given = ask(source, client, gather_of(source, [source.address], [16]))
-    assert isinstance(given, Gathered)
-    for reader, slice_ids in (("thief", [given.slice_id]), ("reader", [given.slice_id + 1])):
-        answer = ask(source, client, GiveBack(access, reader, slice_ids))
-        assert isinstance(answer, Refused) and answer.cause == "expired"
-    assert source.staging.num_free == 3
-    assert ask(source, client, GiveBack(access, "reader", [given.slice_id])) == Ok()
-    assert isinstance(ask(source, client, GiveBack(access, "reader", [given.slice_id])), Refused)
-    assert source.staging.num_free == 4
-
-
-@pytest.mark.parametrize(
-    "addresses, lengths",
-    [
-        ([0], [8]),
-        ([-8], [8]),
-        ([SIZE], [1]),
-        ([SIZE - 4], [8]),
-        ([0], [0]),
-        ([0], [-1]),
-        ([0, 8], [8, -8]),
-        ([0, 8], [8, 8, 8]),
-        ([], []),
-        ([], [8]),
-        ([0], []),
-        ([0], [SLICE + 1]),
-        ([0, 0], [SLICE // 2 + 1]),
-        ([0, 0], [(1 << 63) - 1]),
-        ([0] * MAX_PIECES, [8]),
-    ],
-)
-def test_requests_that_cannot_be_served(
-    source: Source, client: ControlClient, addresses: list[int], lengths: list[int]
-) -> None:
-    base = 0 if addresses == [0] and lengths == [8] else source.address
-    answer = ask(source, client, gather_of(source, [base + address for address in addresses], lengths))
-    assert isinstance(answer, Refused) and answer.cause == "malformed"
-    assert source.staging.num_free == 4
-    assert isinstance(ask(source, client, gather_of(source, [source.address], [8])), Gathered)
-
-
-def test_who_has_no_key_gets_nothing(source: Source, client: ControlClient) -> None:
-    for access in ("", "0" * 32, source.packer.address.access[:-1]):
-        stolen = msgspec.structs.replace(gather_of(source, [source.address], [16]), access=access)
-        answer = ask(source, client, stolen)
-        assert isinstance(answer, Refused) and answer.cause == ("unknown" if access else "malformed")
-    other = ask(source, client, Renew("capability", "load"))
-    assert isinstance(other, Refused) and other.cause == "malformed"
 
 
 def test_a_target_that_is_not_ours_is_refused(source: Source, target: Target) -> None:
